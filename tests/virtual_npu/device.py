@@ -1,0 +1,108 @@
+"""How a function over CPU tensors becomes a kernel of the virtual device, and what is served at start."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from npu_autopatch import emulator
+
+from . import accounting
+from .device_memory import contiguous_on_device, host_view, on_device
+
+_COPIES = frozenset({"copy_", "_copy_from", "_copy_from_and_resize"})
+_WAITS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
+
+
+def serve(name: str, function: Callable[..., Any], library: torch.library.Library) -> None:
+    """Make `function`, which takes and returns CPU tensors, the device kernel of the op `name` of `library`.
+
+    What it mutates, it mutates on the device; what it returns becomes a new contiguous NPU tensor, unless it
+    shares memory with an argument and the schema says so. Each call is accounted as one launch.
+    """
+    base, _, overload = name.partition(".")
+    op = getattr(getattr(getattr(torch.ops, library.ns), base), overload or "default")
+    library.impl(name, device_kernel(base, function, op), "PrivateUse1", allow_override=True)
+
+
+@contextlib.contextmanager
+def serving(name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """`serve` an ``npu::`` op while the code inside runs."""
+    with torch.library._scoped_library("npu", "IMPL") as library:
+        serve(name, function, library)
+        yield
+
+
+def serve_emulator(library: torch.library.Library) -> None:
+    """The emulator's kernels under torch_npu's own schemas, Meta kernels and autograd formulas."""
+    for op in emulator.OPS:
+        serve(op.name, op.kernel, library)
+
+
+def device_kernel(label: str, function: Callable[..., Any], op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """`function` over host views of its NPU arguments, accounted as `label`."""
+    arguments = op._schema.arguments
+    names = [argument.name for argument in arguments]
+    mutated = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
+    overwritten = {a.name for a in arguments if a.is_out} | ({"self"} if label in _COPIES else set())
+    aliases = any(result.alias_info is not None for result in op._schema.returns)
+    waits = bool(_WAITS & set(op.tags)) and label != "index"  # tagged for the sake of boolean indices
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        views: list[tuple[Tensor, Tensor]] = []
+        fresh: list[Tensor] = []
+
+        def to_host(value: Any) -> Any:
+            if on_device(value):
+                views.append((host_view(value), value))
+                return views[-1][0]
+            if isinstance(value, torch.device) and value.type == "npu":
+                return torch.device("cpu")
+            return value
+
+        def from_host(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            for view, original in views:
+                if value is view:
+                    return original
+                if aliases and value.numel() and _same_memory(value, view):
+                    return original.as_strided(value.size(), value.stride(), value.storage_offset())
+            fresh.append(contiguous_on_device(value))
+            return fresh[-1]
+
+        host_kwargs = {name: over(to_host, value) for name, value in kwargs.items() if name != "pin_memory"}
+        out = over(from_host, function(*over(to_host, args), **host_kwargs))
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        written = [*fresh, *(t for name in mutated if name in given for t in tensors(given[name]))]
+        read = [t for name, value in given.items() if name not in overwritten for t in tensors(value)]
+        if waits or (label in _COPIES and not all(on_device(t) for t in (*read, *written))):
+            accounting.transfer(label)
+        else:
+            accounting.launch(label, read, written)
+        return out
+
+    return kernel
+
+
+def over(function: Callable[[Any], Any], value: Any) -> Any:
+    """`value` with `function` applied to its leaves; lists and tuples are the only containers of an op."""
+    if isinstance(value, list):
+        return [over(function, item) for item in value]
+    if isinstance(value, tuple):
+        return tuple(over(function, item) for item in value)
+    return function(value)
+
+
+def tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [t for v in value for t in tensors(v)] if isinstance(value, (list, tuple)) else []
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
