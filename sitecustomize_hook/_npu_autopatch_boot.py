@@ -32,16 +32,15 @@ def init():
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # SystemExit out of a .pth line is fatal to the interpreter
-        _report(sys, error)
+        _report(os, sys, error)
 
 
-def _report(sys, error):
+def _report(os, sys, error):
     try:
-        reason = " ".join((type(error).__name__ + ": " + str(error)).split())
-        sys.stderr.write(
-            "npu_autopatch: not started, transformers runs unpatched: "
-            + reason[:300]
-            + " (reinstall npu-autopatch, or unset NPU_AUTOPATCH)\n"
-        )
-    except Exception:  # stderr is None or closed: nobody to tell
+        reason = " ".join((type(error).__name__ + ": " + str(error)).split())[:300]
+        line = "npu_autopatch: not started, transformers runs unpatched: " + reason
+        line += " (reinstall npu-autopatch, or unset NPU_AUTOPATCH)\n"
+        # Past the buffer: what it cannot get rid of (a full disk) makes the interpreter's exit code 120.
+        os.write(sys.stderr.fileno(), line.encode("utf-8", "backslashreplace"))
+    except Exception:  # stderr is None, closed or full: nobody to tell
         pass

@@ -24,9 +24,10 @@ def _start():
 
 
 def _report(error):
-    try:  # noqa: SIM105 (contextlib is not loaded yet)
-        sys.stderr.write("npu_autopatch: not started: " + " ".join(repr(error).split())[:300] + "\n")
-    except Exception:  # stderr is None or closed: nobody to tell
+    try:
+        line = "npu_autopatch: not started, transformers runs unpatched: " + " ".join(repr(error).split())[:300] + "\n"
+        os.write(sys.stderr.fileno(), line.encode("utf-8", "backslashreplace"))
+    except Exception:  # stderr is None, closed or full: nobody to tell
         pass
 
 

@@ -1,0 +1,3 @@
+"""A family without torch, for environments without it."""
+
+ANSWER = 42
