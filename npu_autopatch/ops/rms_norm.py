@@ -1,30 +1,39 @@
-"""`npu_rms_norm`: the call, when it is legal, and what it computes."""
+"""`npu_rms_norm`: whether it can be called, what is legal, and what it computes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from npu_autopatch.ops.capability import Capability, detect
 
+RMSNorm = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+# What the dispatcher can take to the op: no DTensor, no other subclass. The last two stand for tensors being traced.
+PLAIN = (Tensor, nn.Parameter, FakeTensor, FunctionalTensor)
 
 
 def capability() -> Capability:
-    """Whether `npu_rms_norm` can be called here with a gradient."""
+    """Whether `npu_rms_norm` can be called here, with a gradient."""
     found = detect("npu_rms_norm", ("gamma", "epsilon"))
     if found.available and not found.differentiable:
         return Capability(found.op, "npu_rms_norm of this torch_npu has no gradient", False)
     return found
 
 
-def call(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
-    """The normalised `x`, through the op."""
-    y: Tensor = torch.ops.npu.npu_rms_norm(x, gamma, eps)[0]
-    return y
+def op() -> RMSNorm:
+    """The op itself: ``(x, gamma, eps) -> (y, rstd)``; `gamma` of the dtype of `x`, or fp32."""
+    overload: RMSNorm = torch.ops.npu.npu_rms_norm.default
+    return overload
 
 
-def reference(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
+def reference(x: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """What the op computes, in torch: fp32 inside, one rounding at the end, the dtype of `x`."""
     wide = x.float()
-    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * gamma.float()).to(x.dtype)
+    rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (wide * rstd * gamma.float()).to(x.dtype), rstd

@@ -1,0 +1,223 @@
+"""Who wants what patched, and for how long: the environment, `enable`, and each `patched` block."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import sys
+import traceback
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
+
+import torch
+
+from npu_autopatch import finder, foreign, remote_code
+from npu_autopatch.kernels import REGISTRY, load
+from npu_autopatch.ledger import Ledger
+from npu_autopatch.patcher import PatchError, patch_module
+from npu_autopatch.reporting import FOREIGN, PATCHED, Report, Row
+from npu_autopatch.settings import Settings, SettingsError
+
+log = logging.getLogger("npu_autopatch")
+
+
+class Activation:
+    """One wish to have sites patched. `contains`: its errors are reported, not raised into the program."""
+
+    def __init__(self, settings: Settings, contains: bool = False) -> None:
+        self.settings = settings
+        self.contains = contains
+        self.kernels = [load(name) for name in settings.kernels]
+        self.seen: dict[str, list[weakref.ref[type]]] = {}
+
+
+_active: list[Activation] = []
+_lasting: list[Activation] = []  # those of the environment and of enable(), which disable() ends
+_ledger = Ledger()
+_rows: dict[tuple[str, str, str], Row] = {}
+_half_loaded: list[ModuleType] = []
+_last_settings: Settings | None = None
+
+
+def enable(kernels: str | Iterable[str] = "all", skip: str | Iterable[str] = (), backend: str = "npu") -> None:
+    """Patch every modeling module, loaded and to come, until `disable`.
+
+    `kernels` and `skip` are as in the environment, or lists. `backend` is ``npu``, or ``emulate`` to fuse CPU tensors
+    too. Raises `SettingsError`, and whatever goes wrong in patching.
+    """
+    _lasting.append(_begin(Activation(Settings.of(REGISTRY, kernels, skip, backend))))
+
+
+def disable() -> None:
+    """Put back what the environment and `enable` have changed."""
+    finder.from_environment = False
+    while _lasting:
+        _end(_lasting.pop())
+    if not _active:
+        finder.remove()
+
+
+@contextmanager
+def patched(kernels: str | Iterable[str] = "all", skip: str | Iterable[str] = (), backend: str = "npu") -> Iterator[Report]:
+    """Patch as `enable` does, and restore exactly on exit. Gives the report as it is on entry."""
+    activation = _begin(Activation(Settings.of(REGISTRY, kernels, skip, backend)))
+    try:
+        yield report()
+    finally:
+        _end(activation)
+
+
+def report() -> Report:
+    """What happened to every site so far, in this process."""
+    _finish_half_loaded()
+    classes = {slot.owner for slot in _ledger if isinstance(slot.owner, type)}
+    rows = list(_rows.values())
+    for cls, homes in foreign.instances_with_own_forward(classes).items():
+        row = next(row for row in rows if row.module == cls.__module__ and row.name.endswith(f".{cls.__name__}"))
+        for home, count in homes.items():
+            words = f"{count} live instance{'s have a forward' if count > 1 else ' has a forward'} of its own, from {home}"
+            rows.append(Row(row.module, f"{row.name} (instance)", row.kernel, "", FOREIGN, words))
+    settings = _active[-1].settings if _active else _last_settings
+    return Report(rows, _described(settings), {name: _version(name) for name in _PACKAGES})
+
+
+def module_loaded(module: ModuleType) -> None:
+    """A watched module was executed: patch it for everyone active. What the loader and remote code call."""
+    if finder.from_environment and not _lasting:
+        _begin_from_environment()
+    _finish_half_loaded()
+    for activation in list(_active):
+        _patch(module, activation)
+
+
+def _begin_from_environment() -> None:
+    finder.from_environment = False
+    try:
+        activation = Activation(Settings.from_environment(REGISTRY), contains=True)
+    except SettingsError as error:
+        finder.remove()
+        finder.complain(f"off: {error}")
+        return
+    activation.contains = not activation.settings.strict
+    _log_to_stderr(activation.settings)
+    atexit.register(_at_exit, activation.settings)
+    _lasting.append(_begin(activation))
+
+
+def _begin(activation: Activation) -> Activation:
+    global _last_settings
+    settings = _last_settings = activation.settings
+    for other in _active:
+        if other.settings.backend != settings.backend:
+            raise SettingsError(f"backend {settings.backend!r} cannot join {other.settings.backend!r}: call disable() first")
+    if settings.backend == "emulate":
+        from npu_autopatch import emulator
+
+        emulator.install()
+    _reset_dynamo()
+    _active.append(activation)
+    finder.install()
+    try:
+        for name, module in list(sys.modules.items()):
+            if finder.watched(name) and isinstance(module, ModuleType):
+                if getattr(module.__spec__, "_initializing", False):
+                    _half_loaded.append(module)
+                else:
+                    _patch(module, activation)
+    except BaseException:
+        _end(activation)
+        raise
+    return activation
+
+
+def _end(activation: Activation) -> None:
+    _active.remove(activation)
+    for slot, found in _ledger.release(activation):
+        key = next((key for key in _rows if slot.site and key[1] == slot.site and key[0] == slot.owner.__module__), None)
+        if key is not None:
+            who = getattr(found, "__module__", None) or type(found).__module__
+            _note(Row(*key, _rows[key].variant, FOREIGN, f"patched over by {who} and left alone"))
+    if not _active and not finder.from_environment:
+        finder.remove()
+    _reset_dynamo()
+
+
+def _patch(module: ModuleType, activation: Activation) -> None:
+    if module.__name__ == finder.REMOTE_CODE_LOADER:
+        remote_code.watch(module, _ledger, activation, module_loaded)
+        return
+    classes = [value for value in list(vars(module).values()) if isinstance(value, type)]
+    known = activation.seen.get(module.__name__, ())
+    if known and [ref() for ref in known] == classes:  # not executed again since
+        return
+    activation.seen[module.__name__] = [weakref.ref(cls) for cls in classes]
+    try:
+        for row in patch_module(module, activation.kernels, activation.settings, _ledger, activation):
+            _note(row)
+    except PatchError as error:
+        for row in error.rows:
+            _note(row)
+        if not activation.contains:
+            raise
+        cause = traceback.format_exception_only(error.__cause__)[-1].strip() if error.__cause__ else ""
+        finder.complain(f"{error}: {cause}")
+
+
+def _note(row: Row) -> None:
+    _rows[row.module, row.name, row.kernel] = row
+    detail = row.variant if row.state == PATCHED else row.reason
+    log.debug("%s %s: %s", row.state, row.name, detail)
+
+
+def _finish_half_loaded() -> None:
+    """Modules that were being imported when an activation began have no loader of ours."""
+    for module in list(_half_loaded):
+        if not getattr(module.__spec__, "_initializing", False):
+            _half_loaded.remove(module)
+            for activation in list(_active):
+                _patch(module, activation)
+
+
+def _reset_dynamo() -> None:
+    """Dynamo guards a nested module's class by identity, not its forward: compiled code would stay as it was."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+
+
+def _log_to_stderr(settings: Settings) -> None:
+    if not log.handlers and not logging.getLogger().handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("npu_autopatch: %(message)s"))
+        log.addHandler(handler)
+        log.propagate = False
+    log.setLevel(settings.log_level.upper())
+
+
+def _at_exit(settings: Settings) -> None:
+    final = report()
+    log.info("%s", final.summary())
+    if settings.report_path:
+        try:
+            final.write(settings.report_path)
+        except OSError as error:
+            finder.complain(f"the report could not be written to {settings.report_path}: {error.strerror}")
+
+
+_PACKAGES = ("npu-autopatch", "transformers", "torch", "torch_npu", "wrapt")
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _described(settings: Settings | None) -> dict[str, object]:
+    if settings is None:
+        return {}
+    described = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(settings).items()}
+    return {**described, "active": bool(_active)}

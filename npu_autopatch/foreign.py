@@ -1,0 +1,58 @@
+"""Who else has patched a class: another package's forward, a wrapper, an instance's own forward."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+import wrapt
+
+
+def patched_by(cls: type) -> str:
+    """Who put a forward on `cls` that none of its own or its bases' modules defines; empty if nobody did."""
+    forward: Any = next((vars(base)["forward"] for base in cls.__mro__ if "forward" in vars(base)), None)
+    if forward is None:
+        return ""
+    if isinstance(forward, wrapt.ObjectProxy):
+        wrapper = getattr(forward, "_self_wrapper", None)
+        return f"{_home(wrapper)} (a wrapt wrapper)"
+    home = forward.__globals__.get("__name__", "") if isinstance(forward, FunctionType) else _home(forward)
+    homes = {base.__module__ for base in cls.__mro__}
+    return "" if home in homes or home.startswith("transformers.") else home or type(forward).__name__
+
+
+def replaced_classes(module: ModuleType) -> dict[str, type]:
+    """Classes of other packages that stand in `module` under a name that is not theirs, as Liger's do."""
+    package = module.__name__.partition(".")[0]
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, type)
+        and issubclass(value, torch.nn.Module)
+        and value.__name__ != name
+        and value.__module__.partition(".")[0] not in (package, "torch", "transformers", "builtins")
+    }
+
+
+def instances_with_own_forward(classes: Iterable[type]) -> dict[type, Counter[str]]:
+    """Of live modules of `classes`, those with a forward of their own, by the module that it comes from."""
+    wanted = tuple(classes)
+    found: dict[type, Counter[str]] = {}
+    if wanted:
+        for thing in gc.get_objects():
+            # type() and not isinstance(): that would wake lazy objects
+            if type(thing) in wanted and "forward" in thing.__dict__:
+                found.setdefault(type(thing), Counter())[_home(thing.__dict__["forward"])] += 1
+    return found
+
+
+def _home(thing: Any) -> str:
+    thing = getattr(thing, "__func__", thing)
+    thing = getattr(thing, "func", thing)  # functools.partial
+    name = getattr(thing, "__module__", None) or type(thing).__module__
+    return str(name) if name in sys.modules or name else "unknown"

@@ -1,0 +1,261 @@
+"""The variants of an RMS norm, and the fused forward of each."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from npu_autopatch.kernels.base import renamed
+from npu_autopatch.ops.rms_norm import FLOATS, PLAIN, RMSNorm
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
+_NUMBERS = (float, int)
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The exact semantics of one norm.
+
+    `rounding` says where it rounds for a half input: ``round_then_mul`` (before the weight), ``fp32_mul`` (after
+    it), ``t5`` (before it, to the weight's dtype) or ``no_upcast`` (after every step). `weight` is an attribute,
+    empty if there is none; `offset` is what is added to it, in fp32 unless `offset_rounded`. `eps` is an attribute
+    or a constant. `gate` is ``post`` or ``pre`` the norm, with its `activation`. `groups` is the attribute that holds
+    the number of groups, or their size if `groups_are_sizes`; it may be None if `groups_optional`.
+    """
+
+    rounding: str
+    weight: str = ""
+    offset: int = 0
+    offset_rounded: bool = False
+    eps: str | float = 0.0
+    gate: str = ""
+    activation: str = ""
+    groups: str = ""
+    groups_are_sizes: bool = False
+    groups_optional: bool = False
+
+    def but(self, **changes: Any) -> Variant:
+        """This variant with some fields changed."""
+        return replace(self, **changes)
+
+    @functools.cached_property
+    def form(self) -> Variant:
+        """What it computes, whatever its attributes are called."""
+        return self.but(weight=self.weight and "weight", eps=0.0, groups=self.groups and "groups")
+
+    def __str__(self) -> str:
+        if self.gate:
+            return f"gated_{self.gate}_{self.activation}" + ("_grouped" if self.groups else "")
+        if not self.weight:
+            return "weightless"
+        return ("one_plus" if self.offset else self.rounding) + ("_grouped" if self.groups else "")
+
+    def gamma(self, weight: Tensor) -> Tensor:
+        """What the normalised values are multiplied by."""
+        if not self.offset:
+            return weight
+        return (1.0 + weight).float() if self.offset_rounded else 1.0 + weight.float()
+
+    def result_dtype(self, x: torch.dtype, weight: torch.dtype) -> torch.dtype:
+        """The dtype of the original's result, before a gate."""
+        if self.rounding == "fp32_mul":
+            return x
+        if self.rounding == "t5" and weight is not torch.float32:
+            return weight
+        return torch.promote_types(x, torch.float32 if self.offset and not self.offset_rounded else weight)
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What an instance must be like for its class's proof to hold.
+
+    `pinned` attributes have the proved value, `sizes` equal the last dimension, `methods` are not overridden by a
+    subclass; `ranks` are those the original treats alike, and a dimension of length one too if `unit_length`.
+    """
+
+    pinned: dict[str, Any] = field(default_factory=dict)
+    sizes: tuple[str, ...] = ()
+    methods: dict[str, Any] = field(default_factory=dict)
+    ranks: tuple[int, ...] = tuple(range(2, 9))
+    unit_length: bool = True
+
+    def guard(self, variant: Variant) -> Callable[[Any, Tensor], bool] | None:
+        """The test at each call; None where nothing needs one."""
+        pinned, sizes, methods = tuple(self.pinned.items()), self.sizes, tuple(self.methods.items())
+        ranks = self.ranks if self.ranks != Conditions.ranks or not self.unit_length else None
+        unit_length = self.unit_length
+        # autocast takes pow and rsqrt to fp32, which shows where the original did not go there itself
+        autocast = variant.rounding == "no_upcast"
+        if not (pinned or sizes or methods or ranks or autocast):
+            return None
+
+        def applies(self: Any, x: Tensor) -> bool:
+            for name, value in pinned:
+                if getattr(self, name, _MISSING) != value:
+                    return False
+            for name in sizes:
+                if getattr(self, name, _MISSING) != x.size(-1):
+                    return False
+            for name, method in methods:
+                if getattr(type(self), name, None) is not method:
+                    return False
+            if ranks is not None and (x.dim() not in ranks or not unit_length and x.size(-2) == 1):
+                return False
+            return not (autocast and torch.is_autocast_enabled(x.device.type))
+
+        return applies
+
+
+def fused_forward(
+    original: FunctionType, fallback: FunctionType, variant: Variant, conditions: Conditions, op: RMSNorm, devices: tuple[str, ...]
+) -> FunctionType:
+    """A forward with the signature of `original` that calls `op` where that is legal, and `fallback` elsewhere."""
+    parameters = original.__code__.co_varnames[: original.__code__.co_argcount]
+    template = _gated if variant.gate else _weighted if variant.weight else _weightless
+    forward = template(fallback, variant, conditions.guard(variant), op, devices)
+    attributes = {"weight": variant.weight, "eps": variant.eps} if isinstance(variant.eps, str) else {"weight": variant.weight}
+    forward = renamed(forward, parameters, attributes)
+    functools.update_wrapper(forward, original)
+    forward.__defaults__ = original.__defaults__
+    return forward
+
+
+def _norm(variant: Variant, op: RMSNorm) -> Callable[[Tensor, Tensor, float], Tensor]:
+    """The norm for any pair of dtypes, in the dtype of the original's result."""
+
+    def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        dtype = variant.result_dtype(x.dtype, weight.dtype)
+        gamma = variant.gamma(weight)
+        wide = x if dtype is x.dtype else x.float()  # so that the one rounding is the last
+        if gamma.dtype is not wide.dtype and gamma.dtype is not torch.float32:
+            gamma = gamma.float()
+        return op(wide, gamma, eps)[0].to(dtype)
+
+    return norm
+
+
+def _weighted(original: Any, variant: Variant, applies: Any, op: RMSNorm, devices: tuple[str, ...]) -> FunctionType:
+    norm = _norm(variant, op)
+    constant = variant.eps if not isinstance(variant.eps, str) else None
+    direct = not variant.offset
+
+    def forward(self, x):  # type: ignore[no-untyped-def]
+        weight = self.weight
+        if (
+            type(x) in PLAIN
+            and type(weight) in PLAIN
+            and x.device.type in devices
+            and x.dtype in FLOATS
+            and weight.dtype in FLOATS
+            and 1 < x.dim() < 9
+            and x.size(-1) == weight.numel()
+            and x.numel() > 0
+            and weight.device == x.device
+            and (applies is None or applies(self, x))
+        ):
+            eps = self.eps if constant is None else constant
+            if type(eps) in _NUMBERS and eps >= 0:
+                if direct and x.dtype is weight.dtype:
+                    return op(x, weight, eps)[0]
+                return norm(x, weight, eps)
+        return original(self, x)
+
+    return forward
+
+
+def _weightless(original: Any, variant: Variant, applies: Any, op: RMSNorm, devices: tuple[str, ...]) -> FunctionType:
+    constant = variant.eps if not isinstance(variant.eps, str) else None
+
+    def forward(self, x):  # type: ignore[no-untyped-def]
+        if (
+            type(x) in PLAIN
+            and x.device.type in devices
+            and x.dtype in FLOATS
+            and 1 < x.dim() < 9
+            and x.numel() > 0
+            and (applies is None or applies(self, x))
+        ):
+            eps = self.eps if constant is None else constant
+            if type(eps) in _NUMBERS and eps >= 0:
+                # the op insists on a gamma
+                return op(x, x.new_ones(x.size(-1)), eps)[0]
+        return original(self, x)
+
+    return forward
+
+
+def _gated(original: Any, variant: Variant, applies: Any, op: RMSNorm, devices: tuple[str, ...]) -> FunctionType:
+    constant = variant.eps if not isinstance(variant.eps, str) else None
+    compute = _gate_first(variant, op) if variant.gate == "pre" else _gate_last(variant, op)
+
+    def forward(self, x, gate):  # type: ignore[no-untyped-def]
+        weight = self.weight
+        if (
+            type(x) in PLAIN
+            and type(weight) in PLAIN
+            and type(gate) in PLAIN
+            and x.device.type in devices
+            and x.dtype in FLOATS
+            and weight.dtype in FLOATS
+            and 1 < x.dim() < 9
+            and x.size(-1) == weight.numel()
+            and x.numel() > 0
+            and weight.device == x.device
+            and gate.shape == x.shape
+            and (applies is None or applies(self, x))
+        ):
+            eps = self.eps if constant is None else constant
+            if type(eps) in _NUMBERS and eps >= 0:
+                return compute(self, x, gate, weight, eps)
+        return original(self, x, gate)
+
+    return forward
+
+
+def _grouped(variant: Variant, op: RMSNorm) -> Callable[[Any, Tensor, Tensor, float, torch.dtype], Tensor]:
+    """The norm of an fp32 `x` over groups of its last dimension, rounded as the original would for `dtype`."""
+    groups, sizes = variant.groups, variant.groups_are_sizes
+
+    def norm(self: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+        length = x.size(-1)
+        number = getattr(self, groups) if groups else None
+        size = length if number is None else number if sizes else length // number
+        if size == length:
+            return op(x, weight.float(), eps)[0].to(_after_weight(variant, dtype, weight.dtype))
+        normed = op(x.unflatten(-1, (-1, size)), x.new_ones(size), eps)[0].flatten(-2)
+        return weight * normed.to(dtype) if variant.rounding == "round_then_mul" else weight.float() * normed
+
+    return norm
+
+
+def _after_weight(variant: Variant, x: torch.dtype, weight: torch.dtype) -> torch.dtype:
+    return torch.promote_types(x, weight) if variant.rounding == "round_then_mul" else torch.float32
+
+
+def _gate_first(variant: Variant, op: RMSNorm) -> Any:
+    norm, activation = _grouped(variant, op), ACTIVATIONS[variant.activation]
+
+    def compute(self: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        normed = norm(self, x.float() * activation(gate.float()), weight, eps, x.dtype)
+        return normed.to(variant.result_dtype(x.dtype, weight.dtype))
+
+    return compute
+
+
+def _gate_last(variant: Variant, op: RMSNorm) -> Any:
+    norm, activation = _grouped(variant, op), ACTIVATIONS[variant.activation]
+    plain = _norm(variant, op) if not variant.groups and variant.rounding == "round_then_mul" else None
+
+    def compute(self: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        normed = plain(x, weight, eps) if plain is not None else norm(self, x.float(), weight, eps, x.dtype)
+        return (normed * activation(gate.float())).to(x.dtype)
+
+    return compute

@@ -1,0 +1,77 @@
+"""The record of every changed slot, and its exact undo."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+_ABSENT = object()
+
+
+@dataclass
+class Slot:
+    """One attribute of a class or module that holds a replacement.
+
+    `original` is the raw old value as it stood in the owner's namespace, or a mark that the owner had none of
+    its own (it inherited one). `holders` are the activations that want the replacement in place.
+    """
+
+    owner: Any
+    attribute: str
+    original: Any
+    replacement: Any
+    site: str
+    holders: set[object] = field(default_factory=set)
+
+    def restore(self) -> Any:
+        """Put the old value back; the foreign value found instead of our replacement, or None."""
+        current = vars(self.owner).get(self.attribute, _ABSENT)
+        if current is not self.replacement:
+            return None if current is self.original or current is _ABSENT else current
+        if self.original is _ABSENT:
+            delattr(self.owner, self.attribute)
+        else:
+            setattr(self.owner, self.attribute, self.original)
+        return None
+
+
+class Ledger:
+    """All slots in the order they were changed."""
+
+    def __init__(self) -> None:
+        self._slots: list[Slot] = []
+
+    def __iter__(self) -> Iterator[Slot]:
+        return iter(list(self._slots))
+
+    def find(self, owner: Any, attribute: str) -> Slot | None:
+        """The slot of `owner` whose replacement is in place now."""
+        current = vars(owner).get(attribute, _ABSENT)
+        for slot in self._slots:
+            if slot.owner is owner and slot.attribute == attribute and slot.replacement is current:
+                return slot
+        return None
+
+    def apply(self, owner: Any, attribute: str, replacement: Any, site: str, holder: object) -> Slot:
+        """Set the slot and record what it held."""
+        slot = Slot(owner, attribute, vars(owner).get(attribute, _ABSENT), replacement, site, {holder})
+        setattr(owner, attribute, replacement)
+        self._slots.append(slot)
+        return slot
+
+    def release(self, holder: object) -> list[tuple[Slot, Any]]:
+        """Undo, last first, what only `holder` still wanted; the slots found under a foreign value, with it."""
+        foreign = []
+        for slot in reversed(self._slots):
+            slot.holders.discard(holder)
+            if not slot.holders and (found := slot.restore()) is not None:
+                foreign.append((slot, found))
+        self._slots = [slot for slot in self._slots if slot.holders]
+        return foreign
+
+    def roll_back(self, slots: list[Slot]) -> None:
+        """Undo just these, last first."""
+        for slot in reversed(slots):
+            slot.restore()
+            self._slots.remove(slot)

@@ -1,0 +1,107 @@
+"""One loaded module in: its sites, their proofs, the patches; rolled back whole if anything goes wrong."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Any
+
+from npu_autopatch import foreign
+from npu_autopatch.kernels import probing
+from npu_autopatch.kernels.base import Kernel, Match, Site, site_name
+from npu_autopatch.ledger import Ledger, Slot
+from npu_autopatch.reporting import FAILED, FOREIGN, PATCHED, REFUSED, SKIPPED, Row
+from npu_autopatch.settings import Settings
+
+# Held while slots are set, never while a site is probed: probing may import.
+_applying = threading.Lock()
+
+
+class PatchError(RuntimeError):
+    """A module that could not be patched and was rolled back; `rows` tell what had been found of it."""
+
+    def __init__(self, module: str, rows: list[Row]) -> None:
+        super().__init__(f"{module} was not patched and is as it was")
+        self.rows = rows
+
+
+def patch_module(module: ModuleType, kernels: Iterable[Kernel], settings: Settings, ledger: Ledger, holder: object) -> list[Row]:
+    """Patch the sites of `module` for `holder` and say what happened to each.
+
+    Raises `PatchError`, with the cause and after undoing what was done to this module.
+    """
+    rows: list[Row] = []
+    planned: list[tuple[Site, Any]] = []
+    site: Site | None = None
+    kernel_name = ""
+    try:
+        with probing.undisturbed():
+            for kernel in kernels:
+                kernel_name, site = kernel.name, None
+                for site in kernel.find(module):
+                    row, replacement = _decide(site, kernel, settings, ledger)
+                    rows.append(row)
+                    if replacement is not None:
+                        planned.append((site, replacement))
+        rows += _replaced_classes(module)
+        _apply(planned, ledger, holder)
+    except Exception as error:
+        raise PatchError(module.__name__, _failed(module, rows, site, kernel_name)) from error
+    return rows
+
+
+def _decide(site: Site, kernel: Kernel, settings: Settings, ledger: Ledger) -> tuple[Row, Any]:
+    """The row of a site, and what goes into its slot; None if nothing does."""
+
+    def row(state: str, reason: str = "", variant: str = "") -> Row:
+        return Row(site.module, site.name, kernel.name, variant, state, reason)
+
+    slot = ledger.find(site.owner, site.attribute)
+    if slot is not None:
+        return row(PATCHED, variant=slot.replacement.__npu_autopatch__), slot
+    if pattern := settings.skips(site.name):
+        return row(SKIPPED, f"by the pattern {pattern} of NPU_AUTOPATCH_SKIP or skip="), None
+    if isinstance(site.owner, type) and (who := foreign.patched_by(site.owner)):
+        return row(FOREIGN, f"already patched by {who}"), None
+    if missing := kernel.missing():
+        return row(REFUSED, missing), None
+    outcome = kernel.prove(site, ("npu", "cpu") if settings.backend == "emulate" else ("npu",))
+    if not isinstance(outcome, Match):
+        return row(REFUSED, outcome.reason), None
+    outcome.replacement.__npu_autopatch__ = outcome.variant  # type: ignore[attr-defined]
+    return row(PATCHED, variant=outcome.variant), outcome.replacement
+
+
+def _apply(planned: list[tuple[Site, Any]], ledger: Ledger, holder: object) -> None:
+    with _applying:
+        done: list[Slot] = []
+        try:
+            for site, replacement in planned:
+                if isinstance(replacement, Slot):
+                    replacement.holders.add(holder)
+                elif (slot := ledger.find(site.owner, site.attribute)) is not None:  # by another thread meanwhile
+                    slot.holders.add(holder)
+                else:
+                    done.append(ledger.apply(site.owner, site.attribute, replacement, site.name, holder))
+        except BaseException:
+            ledger.roll_back(done)
+            raise
+
+
+def _replaced_classes(module: ModuleType) -> list[Row]:
+    return [
+        Row(module.__name__, site_name(module.__name__, name), "", "", FOREIGN, f"replaced by {cls.__module__}.{cls.__name__}")
+        for name, cls in foreign.replaced_classes(module).items()
+    ]
+
+
+def _failed(module: ModuleType, rows: list[Row], site: Site | None, kernel: str) -> list[Row]:
+    """What was patched, and the site at fault, become failed."""
+    reason = traceback.format_exc()
+    name = site.name if site is not None else site_name(module.__name__, "")
+    at_fault = Row(module.__name__, name, kernel, "", FAILED, reason)
+    undone = f"rolled back with its module, because of {name}"
+    others = [Row(r.module, r.name, r.kernel, r.variant, FAILED, undone) if r.state == PATCHED else r for r in rows]
+    return [*(row for row in others if row.name != name), at_fault]

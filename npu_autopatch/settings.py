@@ -1,0 +1,109 @@
+"""Environment and arguments become one frozen `Settings`; the only reader of the environment after start-up."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+BACKENDS = ("npu", "emulate")
+LOG_LEVELS = ("debug", "info", "warning")
+_PATTERN = re.compile(r"[\w.*?\[\]!-]+")
+
+
+class SettingsError(ValueError):
+    """A setting that cannot be followed; the message is one sentence that names the valid choices."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to patch, through which backend, and where to say what happened.
+
+    `kernels` are names in the order they are tried, `skip` are shell patterns over site names such as
+    ``qwen3.Qwen3MLP`` or over their families (``glm4*``).
+    """
+
+    kernels: tuple[str, ...]
+    skip: tuple[str, ...] = ()
+    backend: str = "npu"
+    strict: bool = False
+    report_path: str = ""
+    log_level: str = "info"
+
+    @classmethod
+    def of(
+        cls,
+        known: Iterable[str],
+        kernels: str | Iterable[str] = "all",
+        skip: str | Iterable[str] = (),
+        backend: str = "npu",
+        **rest: str | bool,
+    ) -> Settings:
+        """Check and normalise arguments; `known` are the names of all kernels. Raises `SettingsError`."""
+        if backend not in BACKENDS:
+            raise SettingsError(f"backend {backend!r} is unknown: choose {_choices(BACKENDS)}")
+        if rest.get("log_level", "info") not in LOG_LEVELS:
+            raise SettingsError(f"log level {rest['log_level']!r} is unknown: choose {_choices(LOG_LEVELS)}")
+        return cls(_kernels(kernels, tuple(known)), _patterns(skip), backend, **rest)  # type: ignore[arg-type]
+
+    @classmethod
+    def from_environment(cls, known: Iterable[str], environ: Mapping[str, str] = os.environ) -> Settings:
+        """The settings of the ``NPU_AUTOPATCH*`` variables. Raises `SettingsError`, naming the variable."""
+
+        def read(name: str, default: str = "") -> str:
+            return environ.get(name, "").strip() or default
+
+        kernels = read("NPU_AUTOPATCH", "all")
+        try:
+            return cls.of(
+                known,
+                kernels="all" if kernels.lower() in ("1", "true", "on", "yes") else kernels,
+                skip=read("NPU_AUTOPATCH_SKIP"),
+                backend=read("NPU_AUTOPATCH_BACKEND", "npu").lower(),
+                strict=read("NPU_AUTOPATCH_STRICT", "0").lower() not in ("0", "false", "off", "no"),
+                report_path=read("NPU_AUTOPATCH_REPORT"),
+                log_level=read("NPU_AUTOPATCH_LOG", "info").lower(),
+            )
+        except SettingsError as error:
+            raise SettingsError(f"in the NPU_AUTOPATCH variables, {error}") from None
+
+    def skips(self, site: str) -> str:
+        """The pattern that excludes `site`, or an empty string."""
+        family = site.partition(".")[0]
+        for pattern in self.skip:
+            if fnmatch.fnmatchcase(site, pattern) or fnmatch.fnmatchcase(family, pattern):
+                return pattern
+        return ""
+
+
+def _kernels(asked: str | Iterable[str], known: tuple[str, ...]) -> tuple[str, ...]:
+    words = [word.strip() for word in asked.split(",")] if isinstance(asked, str) else list(asked)
+    words = [word for word in words if word]
+    for word in words:
+        if word.removeprefix("-") not in (*known, "all"):
+            raise SettingsError(f"kernel {word!r} is unknown: choose {_choices(('all', *known))}, or -NAME to leave one out")
+    included = {word for word in words if not word.startswith("-")}
+    excluded = {word[1:] for word in words if word.startswith("-")}
+    if "all" in included or not included:
+        included |= set(known) if words else set()
+    chosen = tuple(name for name in known if name in included and name not in excluded)
+    if not chosen:
+        raise SettingsError(f"no kernel is left of {asked!r}: choose {_choices(('all', *known))}, or set NPU_AUTOPATCH=0")
+    return chosen
+
+
+def _patterns(asked: str | Iterable[str]) -> tuple[str, ...]:
+    words = [word.strip() for word in asked.split(",")] if isinstance(asked, str) else list(asked)
+    words = [word for word in words if word]
+    for word in words:
+        if not _PATTERN.fullmatch(word) or word.count("[") != word.count("]"):
+            raise SettingsError(
+                f"skip pattern {word!r} cannot match a site: write names such as 'qwen3.Qwen3MLP', with *, ? and [abc]"
+            )
+    return tuple(words)
+
+
+def _choices(names: Iterable[str]) -> str:
+    return " or ".join(names) if len(tuple(names)) < 3 else ", ".join(names)
