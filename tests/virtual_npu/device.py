@@ -1,4 +1,4 @@
-"""How a function over CPU tensors becomes a kernel of the virtual device, and what is served at start."""
+"""How a function over CPU tensors becomes a kernel of the virtual device."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from npu_autopatch import emulator
-
 from . import accounting
 from .device_memory import contiguous_on_device, host_view, on_device
 
@@ -18,15 +16,16 @@ _COPIES = frozenset({"copy_", "_copy_from", "_copy_from_and_resize"})
 _WAITS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 
 
-def serve(name: str, function: Callable[..., Any], library: torch.library.Library) -> None:
+def serve(name: str, function: Callable[..., Any], library: torch.library.Library, *, label: str | None = None) -> None:
     """Make `function`, which takes and returns CPU tensors, the device kernel of the op `name` of `library`.
 
     What it mutates, it mutates on the device; what it returns becomes a new contiguous NPU tensor, unless it
-    shares memory with an argument and the schema says so. Each call is accounted as one launch.
+    shares memory with an argument and the schema says so. Each call is accounted as one launch of `label`, or of
+    the op's own name.
     """
     base, _, overload = name.partition(".")
     op = getattr(getattr(getattr(torch.ops, library.ns), base), overload or "default")
-    library.impl(name, device_kernel(base, function, op), "PrivateUse1", allow_override=True)
+    library.impl(name, device_kernel(label or base, function, op), "PrivateUse1", allow_override=True)
 
 
 @contextlib.contextmanager
@@ -35,12 +34,6 @@ def serving(name: str, function: Callable[..., Any]) -> Iterator[None]:
     with torch.library._scoped_library("npu", "IMPL") as library:
         serve(name, function, library)
         yield
-
-
-def serve_emulator(library: torch.library.Library) -> None:
-    """The emulator's kernels under torch_npu's own schemas, Meta kernels and autograd formulas."""
-    for op in emulator.OPS:
-        serve(op.name, op.kernel, library)
 
 
 def device_kernel(label: str, function: Callable[..., Any], op: torch._ops.OpOverload) -> Callable[..., Any]:
