@@ -6,9 +6,10 @@ with the first of these that is used.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # typing itself costs every start of an interpreter more than all else we import there
 if TYPE_CHECKING:
+    from typing import Any
+
     from npu_autopatch.activation import disable, enable, patched, report
     from npu_autopatch.version import __version__
 

@@ -41,6 +41,13 @@ def source(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.fixture
+def bare(bare: VirtualEnvironment) -> VirtualEnvironment:
+    """With some other package in it, since pip would remove an empty site-packages."""
+    bare.write("other.py", "")
+    return bare
+
+
 def test_install_reinstall_uninstall(bare: VirtualEnvironment, wheel: Path) -> None:
     before = sorted(bare.site_packages.iterdir())
     bare.pip("install", "--no-deps", "--no-index", wheel)
