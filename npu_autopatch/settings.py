@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 BACKENDS = ("npu", "emulate")
 LOG_LEVELS = ("debug", "info", "warning")
+_ON = ("1", "true", "on", "yes")
 _PATTERN = re.compile(r"[\w.*?\[\]!-]+")
 
 
@@ -55,11 +56,10 @@ class Settings:
         def read(name: str, default: str = "") -> str:
             return environ.get(name, "").strip() or default
 
-        kernels = read("NPU_AUTOPATCH", "all")
         try:
             return cls.of(
                 known,
-                kernels="all" if kernels.lower() in ("1", "true", "on", "yes") else kernels,
+                kernels=read("NPU_AUTOPATCH", "all"),
                 skip=read("NPU_AUTOPATCH_SKIP"),
                 backend=read("NPU_AUTOPATCH_BACKEND", "npu").lower(),
                 strict=read("NPU_AUTOPATCH_STRICT", "0").lower() not in ("0", "false", "off", "no"),
@@ -79,10 +79,10 @@ class Settings:
 
 
 def _kernels(asked: str | Iterable[str], known: tuple[str, ...]) -> tuple[str, ...]:
-    words = [word.strip() for word in asked.split(",")] if isinstance(asked, str) else list(asked)
-    words = [word for word in words if word]
+    words = _words("kernels", asked, "'rms_norm,moe' or a list of names")
+    words = ["all"] if [word.lower() for word in words] in [[on] for on in _ON] else words
     for word in words:
-        if word.removeprefix("-") not in (*known, "all"):
+        if word != "all" and word.removeprefix("-") not in known:
             raise SettingsError(f"kernel {word!r} is unknown: choose {_choices(('all', *known))}, or -NAME to leave one out")
     included = {word for word in words if not word.startswith("-")}
     excluded = {word[1:] for word in words if word.startswith("-")}
@@ -95,14 +95,20 @@ def _kernels(asked: str | Iterable[str], known: tuple[str, ...]) -> tuple[str, .
 
 
 def _patterns(asked: str | Iterable[str]) -> tuple[str, ...]:
-    words = [word.strip() for word in asked.split(",")] if isinstance(asked, str) else list(asked)
-    words = [word for word in words if word]
+    words = _words("skip", asked, "'qwen3.Qwen3MLP,glm4*' or a list of patterns")
     for word in words:
         if not _PATTERN.fullmatch(word) or word.count("[") != word.count("]"):
             raise SettingsError(
                 f"skip pattern {word!r} cannot match a site: write names such as 'qwen3.Qwen3MLP', with *, ? and [abc]"
             )
     return tuple(words)
+
+
+def _words(setting: str, asked: str | Iterable[str], example: str) -> list[str]:
+    words = asked.split(",") if isinstance(asked, str) else list(asked) if isinstance(asked, Iterable) else [asked]
+    if not all(isinstance(word, str) for word in words):
+        raise SettingsError(f"{setting} is {asked!r}, not text: give {example}")
+    return [word.strip() for word in words if word.strip()]
 
 
 def _choices(names: Iterable[str]) -> str:

@@ -80,7 +80,9 @@ def _not_a_norm(cls: type[nn.Module]) -> str:
         return f"its forward is a {type(cls.forward).__name__}, not a plain function"
     names, _ = probing.operations(cls, cls.forward)
     if not (names & _ROOTS and names & _MEANS):
-        return "its own forward takes no root of a mean"
+        return "its own forward normalises nothing: it takes no root of a mean"
+    if hasattr(cls.forward, "__wrapped__"):
+        return "its forward is wrapped in another function"
     parameters = list(inspect.signature(cls.forward).parameters.values())[1:]
     if len(parameters) not in (1, 2) or any(p.kind is not p.POSITIONAL_OR_KEYWORD for p in parameters):
         return f"its forward takes ({', '.join(map(str, parameters))}), not an input and at most a gate"
@@ -123,6 +125,9 @@ class _Probe:
         variant = self.rounding(variant)
         conditions = self.conditions(variant)
         self.prove(variant, conditions)
+        if variant.groups:
+            setattr(self.instance, variant.groups, SIZE // 2 if variant.groups_are_sizes else 2)
+            self.prove(variant, conditions)
         return variant, conditions
 
     def set_dtype(self, dtype: torch.dtype) -> None:
@@ -174,9 +179,29 @@ class _Probe:
             outcome = self.attempt(name, EPS)
             for form in self.forms():
                 if outcome is not None and formula.close(outcome, self.expected(form)):
-                    return form.but(eps=name)
+                    return form.but(eps=name, none_eps=self.none_eps(form, name) if value is None else ())
             setattr(self.instance, name, value)
         return self.with_constant_eps()
+
+    def none_eps(self, form: Variant, name: str) -> tuple[float, ...]:
+        """What an eps of None stands for in each dtype, as for torch's own RMSNorm; nothing if it is refused."""
+        setattr(self.instance, name, None)
+        found = []
+        try:
+            for dtype in ops.FLOATS:
+                self.set_dtype(dtype)
+                outcome = self.run(dtype, 1e-4).double()
+                for eps in (torch.finfo(torch.float32).eps, torch.finfo(dtype).eps):
+                    self.eps_value = eps
+                    if torch.allclose(outcome, self.expected(form, dtype, 1e-4), rtol=2e-2, atol=1e-3):
+                        found.append(eps)
+                        break
+        except _Unproved:
+            found = []
+        self.set_dtype(torch.float32)
+        self.eps_value = EPS
+        setattr(self.instance, name, EPS)
+        return tuple(found) if len(found) == len(ops.FLOATS) else ()
 
     def with_constant_eps(self) -> Variant:
         """A formula whose eps is no attribute: measured on inputs so small that it outweighs them."""
@@ -202,7 +227,7 @@ class _Probe:
                 found = outcome is not None and formula.close(outcome, self.expected(grouped))
                 setattr(self.instance, name, value)
                 if found:
-                    return grouped if value is not None else grouped.but(groups_optional=True)
+                    return grouped
         return variant
 
     def rounding(self, variant: Variant) -> Variant:
@@ -230,6 +255,10 @@ class _Probe:
     def conditions(self, variant: Variant) -> Conditions:
         """What must hold of an instance: the settings without which this one computes something else."""
         expected, pinned, sizes = self.run(), {}, []
+        self.instance.eval()
+        if not torch.equal(self.run(), expected):
+            raise _Unproved("it does something else in evaluation than in training")
+        self.instance.train()
         for name, value in probing.settings_of(self.instance).items():
             if name in (variant.eps, variant.groups):
                 continue

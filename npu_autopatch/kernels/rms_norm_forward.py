@@ -16,6 +16,8 @@ from npu_autopatch.kernels.base import renamed
 from npu_autopatch.ops.rms_norm import FLOATS, PLAIN, RMSNorm
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
+Norm = Callable[[Any, Tensor, Tensor, float], Tensor]
+
 _NUMBERS = (float, int)
 _MISSING = object()
 
@@ -28,7 +30,7 @@ class Variant:
     it), ``t5`` (before it, to the weight's dtype) or ``no_upcast`` (after every step). `weight` is an attribute,
     empty if there is none; `offset` is what is added to it, in fp32 unless `offset_rounded`. `eps` is an attribute
     or a constant. `gate` is ``post`` or ``pre`` the norm, with its `activation`. `groups` is the attribute that holds
-    the number of groups, or their size if `groups_are_sizes`; it may be None if `groups_optional`.
+    the number of groups, or their size if `groups_are_sizes`. `none_eps`, where eps may be None, is what that stands for in each of `FLOATS`.
     """
 
     rounding: str
@@ -40,7 +42,7 @@ class Variant:
     activation: str = ""
     groups: str = ""
     groups_are_sizes: bool = False
-    groups_optional: bool = False
+    none_eps: tuple[float, ...] = ()
 
     def but(self, **changes: Any) -> Variant:
         """This variant with some fields changed."""
@@ -49,7 +51,7 @@ class Variant:
     @functools.cached_property
     def form(self) -> Variant:
         """What it computes, whatever its attributes are called."""
-        return self.but(weight=self.weight and "weight", eps=0.0, groups=self.groups and "groups")
+        return self.but(weight=self.weight and "weight", eps=0.0, none_eps=(), groups=self.groups and "groups")
 
     def __str__(self) -> str:
         if self.gate:
@@ -120,18 +122,23 @@ def fused_forward(
     """A forward with the signature of `original` that calls `op` where that is legal, and `fallback` elsewhere."""
     parameters = original.__code__.co_varnames[: original.__code__.co_argcount]
     template = _gated if variant.gate else _weighted if variant.weight else _weightless
-    forward = template(fallback, variant, conditions.guard(variant), op, devices)
-    attributes = {"weight": variant.weight, "eps": variant.eps} if isinstance(variant.eps, str) else {"weight": variant.weight}
+    attributes, constant = {"weight": variant.weight}, None
+    if isinstance(variant.eps, str):
+        attributes["eps"] = variant.eps
+    else:
+        constant = variant.eps
+    none_eps = dict(zip(FLOATS, variant.none_eps, strict=True)) if variant.none_eps else None
+    forward = template(fallback, variant, conditions.guard(variant), op, devices, none_eps, constant)
     forward = renamed(forward, parameters, attributes)
     functools.update_wrapper(forward, original)
     forward.__defaults__ = original.__defaults__
     return forward
 
 
-def _norm(variant: Variant, op: RMSNorm) -> Callable[[Tensor, Tensor, float], Tensor]:
+def _norm(variant: Variant, op: RMSNorm) -> Norm:
     """The norm for any pair of dtypes, in the dtype of the original's result."""
 
-    def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def norm(self: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         dtype = variant.result_dtype(x.dtype, weight.dtype)
         gamma = variant.gamma(weight)
         wide = x if dtype is x.dtype else x.float()  # so that the one rounding is the last
@@ -142,10 +149,29 @@ def _norm(variant: Variant, op: RMSNorm) -> Callable[[Tensor, Tensor, float], Te
     return norm
 
 
-def _weighted(original: Any, variant: Variant, applies: Any, op: RMSNorm, devices: tuple[str, ...]) -> FunctionType:
-    norm = _norm(variant, op)
-    constant = variant.eps if not isinstance(variant.eps, str) else None
-    direct = not variant.offset
+def _grouped(variant: Variant, op: RMSNorm) -> Norm:
+    """The norm over groups of the last dimension. The op multiplies by one gamma for all: the weight comes after it."""
+    one_group, attribute, sizes = _norm(variant, op), variant.groups, variant.groups_are_sizes
+
+    def norm(self: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        number, length = getattr(self, attribute), x.size(-1)
+        size = length if number is None else number if sizes else length // number
+        if size == length:
+            return one_group(self, x, weight, eps)
+        split = x.float().unflatten(-1, (-1, size))
+        normed = op(split, split.new_ones(size), eps)[0].flatten(-2)
+        if variant.rounding == "round_then_mul":
+            normed = normed.to(x.dtype)
+        return (variant.gamma(weight) * normed).to(variant.result_dtype(x.dtype, weight.dtype))
+
+    return norm
+
+
+def _weighted(
+    original: Any, variant: Variant, applies: Any, op: RMSNorm, devices: tuple[str, ...], none_eps: Any, constant: float | None
+) -> FunctionType:
+    norm = _grouped(variant, op) if variant.groups else _norm(variant, op)
+    direct = not variant.offset and not variant.groups
 
     def forward(self, x):  # type: ignore[no-untyped-def]
         weight = self.weight
@@ -162,18 +188,20 @@ def _weighted(original: Any, variant: Variant, applies: Any, op: RMSNorm, device
             and (applies is None or applies(self, x))
         ):
             eps = self.eps if constant is None else constant
+            if eps is None and none_eps is not None:
+                eps = none_eps[x.dtype]
             if type(eps) in _NUMBERS and eps >= 0:
                 if direct and x.dtype is weight.dtype:
                     return op(x, weight, eps)[0]
-                return norm(x, weight, eps)
+                return norm(self, x, weight, eps)
         return original(self, x)
 
     return forward
 
 
-def _weightless(original: Any, variant: Variant, applies: Any, op: RMSNorm, devices: tuple[str, ...]) -> FunctionType:
-    constant = variant.eps if not isinstance(variant.eps, str) else None
-
+def _weightless(
+    original: Any, variant: Variant, applies: Any, op: RMSNorm, devices: tuple[str, ...], none_eps: Any, constant: float | None
+) -> FunctionType:
     def forward(self, x):  # type: ignore[no-untyped-def]
         if (
             type(x) in PLAIN
@@ -184,16 +212,18 @@ def _weightless(original: Any, variant: Variant, applies: Any, op: RMSNorm, devi
             and (applies is None or applies(self, x))
         ):
             eps = self.eps if constant is None else constant
+            if eps is None and none_eps is not None:
+                eps = none_eps[x.dtype]
             if type(eps) in _NUMBERS and eps >= 0:
-                # the op insists on a gamma
-                return op(x, x.new_ones(x.size(-1)), eps)[0]
+                return op(x, x.new_ones(x.size(-1)), eps)[0]  # the op insists on a gamma
         return original(self, x)
 
     return forward
 
 
-def _gated(original: Any, variant: Variant, applies: Any, op: RMSNorm, devices: tuple[str, ...]) -> FunctionType:
-    constant = variant.eps if not isinstance(variant.eps, str) else None
+def _gated(
+    original: Any, variant: Variant, applies: Any, op: RMSNorm, devices: tuple[str, ...], none_eps: Any, constant: float | None
+) -> FunctionType:
     compute = _gate_first(variant, op) if variant.gate == "pre" else _gate_last(variant, op)
 
     def forward(self, x, gate):  # type: ignore[no-untyped-def]
@@ -205,6 +235,7 @@ def _gated(original: Any, variant: Variant, applies: Any, op: RMSNorm, devices: 
             and x.device.type in devices
             and x.dtype in FLOATS
             and weight.dtype in FLOATS
+            and gate.dtype in FLOATS
             and 1 < x.dim() < 9
             and x.size(-1) == weight.numel()
             and x.numel() > 0
@@ -213,6 +244,8 @@ def _gated(original: Any, variant: Variant, applies: Any, op: RMSNorm, devices: 
             and (applies is None or applies(self, x))
         ):
             eps = self.eps if constant is None else constant
+            if eps is None and none_eps is not None:
+                eps = none_eps[x.dtype]
             if type(eps) in _NUMBERS and eps >= 0:
                 return compute(self, x, gate, weight, eps)
         return original(self, x, gate)
@@ -220,28 +253,25 @@ def _gated(original: Any, variant: Variant, applies: Any, op: RMSNorm, devices: 
     return forward
 
 
-def _grouped(variant: Variant, op: RMSNorm) -> Callable[[Any, Tensor, Tensor, float, torch.dtype], Tensor]:
-    """The norm of an fp32 `x` over groups of its last dimension, rounded as the original would for `dtype`."""
-    groups, sizes = variant.groups, variant.groups_are_sizes
+def _wide(variant: Variant, op: RMSNorm) -> Callable[[Any, Tensor, Tensor, float, torch.dtype], Tensor]:
+    """The norm of an fp32 `x`, rounded as the original would for an input of `dtype`, but for the last time."""
+    early = variant.rounding == "round_then_mul"
+    norm = _grouped(variant, op) if variant.groups else _norm(variant, op)
 
-    def norm(self: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-        length = x.size(-1)
-        number = getattr(self, groups) if groups else None
-        size = length if number is None else number if sizes else length // number
-        if size == length:
-            return op(x, weight.float(), eps)[0].to(_after_weight(variant, dtype, weight.dtype))
-        normed = op(x.unflatten(-1, (-1, size)), x.new_ones(size), eps)[0].flatten(-2)
-        return weight * normed.to(dtype) if variant.rounding == "round_then_mul" else weight.float() * normed
+    def wide(self: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+        size = x.size(-1)
+        if variant.groups and (number := getattr(self, variant.groups)) is not None:
+            size = number if variant.groups_are_sizes else size // number
+        if not early or size == x.size(-1):
+            return norm(self, x, weight.float(), eps)
+        split = x.unflatten(-1, (-1, size))
+        return weight * op(split, split.new_ones(size), eps)[0].flatten(-2).to(dtype)
 
-    return norm
-
-
-def _after_weight(variant: Variant, x: torch.dtype, weight: torch.dtype) -> torch.dtype:
-    return torch.promote_types(x, weight) if variant.rounding == "round_then_mul" else torch.float32
+    return wide
 
 
 def _gate_first(variant: Variant, op: RMSNorm) -> Any:
-    norm, activation = _grouped(variant, op), ACTIVATIONS[variant.activation]
+    norm, activation = _wide(variant, op), ACTIVATIONS[variant.activation]
 
     def compute(self: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         normed = norm(self, x.float() * activation(gate.float()), weight, eps, x.dtype)
@@ -251,11 +281,11 @@ def _gate_first(variant: Variant, op: RMSNorm) -> Any:
 
 
 def _gate_last(variant: Variant, op: RMSNorm) -> Any:
-    norm, activation = _grouped(variant, op), ACTIVATIONS[variant.activation]
+    norm, activation = _wide(variant, op), ACTIVATIONS[variant.activation]
     plain = _norm(variant, op) if not variant.groups and variant.rounding == "round_then_mul" else None
 
     def compute(self: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-        normed = plain(x, weight, eps) if plain is not None else norm(self, x.float(), weight, eps, x.dtype)
+        normed = plain(self, x, weight, eps) if plain is not None else norm(self, x.float(), weight, eps, x.dtype)
         return (normed * activation(gate.float())).to(x.dtype)
 
     return compute
