@@ -80,7 +80,8 @@ class Settings:
 
 def _kernels(asked: str | Iterable[str], known: tuple[str, ...]) -> tuple[str, ...]:
     words = _words("kernels", asked, "'rms_norm,moe' or a list of names")
-    words = ["all"] if [word.lower() for word in words] in [[on] for on in _ON] else words
+    if len(words) == 1 and words[0].lower() in _ON:
+        words = ["all"]
     for word in words:
         if word != "all" and word.removeprefix("-") not in known:
             raise SettingsError(f"kernel {word!r} is unknown: choose {_choices(('all', *known))}, or -NAME to leave one out")
