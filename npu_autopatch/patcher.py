@@ -58,10 +58,11 @@ def _decide(site: Site, kernel: Kernel, settings: Settings, ledger: Ledger) -> t
     def row(state: str, reason: str = "", variant: str = "") -> Row:
         return Row(site.module, site.name, kernel.name, variant, state, reason)
 
+    pattern = settings.skips(site.name)
     slot = ledger.find(site.owner, site.attribute)
-    if slot is not None:
-        return row(PATCHED, variant=slot.replacement.__npu_autopatch__), slot
-    if pattern := settings.skips(site.name):
+    if slot is not None:  # for another holder, who alone keeps it if this one skips it
+        return row(PATCHED, variant=slot.replacement.__npu_autopatch__), None if pattern else slot
+    if pattern:
         return row(SKIPPED, f"by the pattern {pattern} of NPU_AUTOPATCH_SKIP or skip="), None
     if isinstance(site.owner, type) and (who := foreign.patched_by(site.owner)):
         return row(FOREIGN, f"already patched by {who}"), None
