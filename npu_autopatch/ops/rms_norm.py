@@ -27,9 +27,15 @@ def capability() -> Capability:
 
 
 def op() -> RMSNorm:
-    """The op itself: ``(x, gamma, eps) -> (y, rstd)``; `gamma` of the dtype of `x`, or fp32."""
+    """The op: ``(x, gamma, eps) -> (y, rstd)``, contiguous; `gamma` of the dtype of `x`, or fp32."""
     overload: RMSNorm = torch.ops.npu.npu_rms_norm.default
-    return overload
+
+    def rms_norm(x: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        # Results and gradient are contiguous on the device and have the strides of x in torch_npu's Meta kernel, so
+        # a compiled graph would view what cannot be viewed. The device copies a non-contiguous x in any case.
+        return overload(x.contiguous(), gamma, eps)
+
+    return rms_norm
 
 
 def reference(x: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor]:
