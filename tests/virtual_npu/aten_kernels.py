@@ -33,8 +33,8 @@ def serve_aten(library: torch.library.Library) -> None:
     serve("histc", _histc, library)
     for name, function in (("_to_copy", _to_copy), ("clone", _clone), ("empty_like", _empty_like)):
         library.impl(name, function, "PrivateUse1", allow_override=True)
-    one_hot = device_kernel("one_hot", torch.ops.aten.one_hot.default, torch.ops.aten.one_hot.default)
-    library.impl("one_hot", one_hot, "AutogradPrivateUse1", allow_override=True)
+    # torch_npu's formula for it is its own kernel, which there is none of
+    library.impl("one_hot", torch.library.fallthrough_kernel, "AutogradPrivateUse1", allow_override=True)
 
 
 def serve_casts(library: torch.library.Library) -> None:

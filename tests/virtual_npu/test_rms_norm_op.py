@@ -8,6 +8,7 @@ import torch_npu
 from torch._subclasses import FakeTensorMode
 
 from npu_autopatch.emulator.registration import ContractError
+from npu_autopatch.ops import rms_norm
 
 from .accounting import counted
 from .samples.rms_norm import PAIRS
@@ -152,3 +153,14 @@ def test_the_op_compiles_whole_and_keeps_its_gradient():
     assert counts.launches["npu_rms_norm"] == counts.launches["npu_rms_norm_backward"] == 1
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a, b)
+
+
+@every_pair
+def test_our_call_has_the_strides_that_tracing_promises(dtypes):
+    """The op itself has not: its Meta kernel gives the results the strides of x, the device makes them contiguous."""
+    x, gamma = (t.detach() for t in operands(dtypes, shape=(3, 24, 5)))
+    strided = x.transpose(1, 2)
+    real = [t.stride() for t in rms_norm.op()(strided, gamma, EPS)]
+    with FakeTensorMode() as mode:
+        promised = rms_norm.op()(mode.from_tensor(strided), mode.from_tensor(gamma), EPS)
+    assert [t.stride() for t in promised] == real
