@@ -22,8 +22,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Gemma2": {"query_pre_attn_scalar": 8, "hidden_activation": "gelu_pytorch_tanh"},
     "GPT2": {"n_embd": 42, "n_layer": 2, "n_head": 6},
 }
-# rms norm calls in one forward of two layers
-NORMS = {"Llama": 5, "Qwen3": 9, "Gemma2": 9, "GPT2": 0}
 
 
 @pytest.fixture
@@ -51,6 +49,12 @@ def randomised(model: Any) -> Any:
             noise = torch.randn(parameter.shape, generator=generator) * 0.3
             parameter.copy_(noise if parameter.dim() > 1 else parameter + noise)
     return model.eval()
+
+
+@pytest.fixture
+def norms() -> dict[str, int]:
+    """The rms norm calls in one forward of a tiny model."""
+    return {"Llama": 5, "Qwen3": 9, "Gemma2": 9, "GPT2": 0}
 
 
 @pytest.fixture
@@ -84,6 +88,27 @@ def fused_calls() -> Callable[[], Any]:
             yield mode.calls
 
     return counting
+
+
+@pytest.fixture
+def import_anew() -> Iterator[Callable[[str], Any]]:
+    """Import the modeling module of a family as if for the first time; what was there before comes back."""
+    import importlib
+
+    earlier: dict[str, Any] = {}
+
+    def import_(family: str) -> Any:
+        name = f"transformers.models.{family}.modeling_{family}"
+        present = sys.modules.pop(name, None)
+        earlier.setdefault(name, present)
+        return importlib.import_module(name)
+
+    yield import_
+    for name, module in earlier.items():
+        package, _, attribute = name.rpartition(".")
+        if module is not None:
+            sys.modules[name] = module
+            setattr(sys.modules[package], attribute, module)
 
 
 @pytest.fixture
