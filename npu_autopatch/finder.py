@@ -48,8 +48,11 @@ class ModelingFinder:
             from npu_autopatch.loader import announce
 
             announce(spec)
-        except Exception as error:
-            complain(f"{fullname} is not watched: {type(error).__name__}: {error}")
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # SystemExit among them
+            remove()
+            complain(f"off: {fullname} cannot be watched: {type(error).__name__}: {error}")
         return spec
 
     def _ask_the_others(self, fullname, path, target):  # type: ignore[no-untyped-def]
@@ -84,8 +87,10 @@ def install_from_environment() -> None:
 
 def complain(line: str) -> None:
     """One line on stderr, where there is one."""
-    if sys.stderr is not None:
-        print(f"npu_autopatch: {line}", file=sys.stderr)
+    try:  # noqa: SIM105 (contextlib may not be loaded yet)
+        sys.stderr.write(f"npu_autopatch: {' '.join(line.split())}\n")
+    except Exception:  # stderr is None, closed or full: nobody to tell
+        pass
 
 
 finder = ModelingFinder()

@@ -46,7 +46,9 @@ def loaded(module: Any) -> None:
     """A watched module was executed."""
     try:
         from npu_autopatch.activation import module_loaded
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit among them
         remove()
         complain(f"off: it cannot be loaded: {type(error).__name__}: {error}")
         return

@@ -11,10 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from virtual_environment import VirtualEnvironment, execute
+from virtual_environment import FAKE_SITE, VirtualEnvironment, execute
 
 PROJECT = Path(__file__).resolve().parents[2]
-FAKE_SITE = Path(__file__).resolve().parent / "fake_site"
 
 
 def interpreters() -> dict[str, Path]:

@@ -10,6 +10,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+FAKE_SITE = Path(__file__).resolve().parent / "fake_site"
+
 # What the start of an interpreter left behind, as JSON on stdout.
 STATE = """\
 import sys
