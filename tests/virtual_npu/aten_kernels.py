@@ -40,7 +40,7 @@ def serve_aten(library: torch.library.Library) -> None:
 def serve_casts(library: torch.library.Library) -> None:
     """torch_npu's own names for a cast."""
     for name in ("_npu_dtype_cast", "npu_dtype_cast", "_npu_dtype_cast_backward", "npu_dtype_cast_backward"):
-        serve(name, lambda x, dtype: x.to(dtype), library)
+        serve(name, lambda x, dtype: x.to(dtype, copy=True), library)
 
 
 def _with_device_kernel() -> Iterator[tuple[str, torch._ops.OpOverload]]:

@@ -58,9 +58,10 @@ def build() -> Path:
 
 def _cache() -> Path:
     in_environment = os.access(sys.prefix, os.W_OK) and sys.prefix != sys.base_prefix
-    root = Path(sys.prefix) if in_environment else Path(tempfile.gettempdir(), f"user-{os.getuid()}")
-    cache = root / "virtual_npu"
-    cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+    cache = (
+        Path(sys.prefix, "virtual_npu") if in_environment else Path(tempfile.gettempdir(), f"virtual_npu-{os.getuid()}")
+    )
+    cache.mkdir(mode=0o700, exist_ok=True)
     return cache
 
 

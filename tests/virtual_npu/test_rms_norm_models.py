@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 
 import pytest
 import torch
@@ -73,6 +74,31 @@ def test_bf16_logits_and_gradients_are_as_near_to_fp64_as_the_originals(family):
         fused = run(model, batch)
     for got, original, want in zip(fused, eager, exact, strict=True):
         assert distance(got, want) <= distance(original, want) + torch.finfo(torch.bfloat16).eps
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "t5", "olmo2", "mamba2", "qwen3_next"])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+def test_every_patched_norm_compiles_whole_and_keeps_its_gradients(family, layout):
+    norms = {type(norm): norm for norm in rms_norms(tiny(family).npu().to(torch.bfloat16))}
+    for cls, norm in norms.items():
+        size = norm.weight.numel()
+        count = len(inspect.signature(cls.forward).parameters) - 1  # the second is a gate
+        operands = [torch.randn(3, 5, size, dtype=torch.bfloat16, device="npu") for _ in range(count)]
+        if layout == "transposed":
+            operands = [x.transpose(0, 1) for x in operands]
+        operands = [x.requires_grad_() for x in operands]
+
+        def gradients(function, operands=operands, norm=norm):
+            y = function(*operands)
+            return torch.autograd.grad(y.flatten(1).square().sum(), (*operands, norm.weight))
+
+        with patched():
+            want = gradients(norm)
+            with counted() as counts:
+                got = gradients(torch.compile(norm, backend="aot_eager", fullgraph=True))
+        assert counts.launches["npu_rms_norm"] == counts.launches["npu_rms_norm_backward"] == 1, cls.__name__
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(a, b), cls.__name__
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "t5", "glm4"])
