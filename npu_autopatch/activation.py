@@ -95,16 +95,21 @@ def module_loaded(module: ModuleType) -> None:
 
 def _begin_from_environment() -> None:
     finder.from_environment = False
+    settings = None
     try:
-        activation = Activation(Settings.from_environment(REGISTRY), contains=True)
-    except SettingsError as error:
+        settings = Settings.from_environment(REGISTRY)
+        _log_to_stderr(settings)
+        atexit.register(_at_exit, settings)
+        _lasting.append(_begin(Activation(settings, contains=not settings.strict)))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a kernel that cannot be imported, SystemExit among them
+        if settings is not None and settings.strict:
+            raise
+        atexit.unregister(_at_exit)
         finder.remove()
-        finder.complain(f"off: {error}")
-        return
-    activation.contains = not activation.settings.strict
-    _log_to_stderr(activation.settings)
-    atexit.register(_at_exit, activation.settings)
-    _lasting.append(_begin(activation))
+        kind = "" if isinstance(error, SettingsError) else f"{type(error).__name__}: "
+        finder.complain(f"off: {kind}{error}")
 
 
 def _begin(activation: Activation) -> Activation:
@@ -154,6 +159,7 @@ def _patch(module: ModuleType, activation: Activation) -> None:
     if known and [ref() for ref in known] == classes:  # not executed again since
         return
     activation.seen[module.__name__] = [weakref.ref(cls) for cls in classes]
+    _forget(module, activation)
     try:
         for row in patch_module(module, activation.kernels, activation.settings, _ledger, activation):
             _note(row)
@@ -164,6 +170,13 @@ def _patch(module: ModuleType, activation: Activation) -> None:
             raise
         cause = traceback.format_exception_only(error.__cause__)[-1].strip() if error.__cause__ else ""
         finder.complain(f"{error}: {cause}")
+
+
+def _forget(module: ModuleType, activation: Activation) -> None:
+    """Drop the rows about to be found again: a class may be gone since, or stand under another's name."""
+    kernels = {"", *(kernel.name for kernel in activation.kernels)}
+    for key in [key for key in list(_rows) if key[0] == module.__name__ and key[2] in kernels]:
+        _rows.pop(key, None)
 
 
 def _note(row: Row) -> None:

@@ -12,13 +12,16 @@ from typing import Any
 import torch
 import wrapt
 
+# Since wrapt 2.0 a FunctionWrapper is no ObjectProxy, and both have had BaseObjectProxy for a base.
+_PROXY = getattr(wrapt, "BaseObjectProxy", wrapt.ObjectProxy)
+
 
 def patched_by(cls: type) -> str:
     """Who put a forward on `cls` that none of its own or its bases' modules defines; empty if nobody did."""
     forward: Any = next((vars(base)["forward"] for base in cls.__mro__ if "forward" in vars(base)), None)
     if forward is None:
         return ""
-    if isinstance(forward, wrapt.ObjectProxy):
+    if isinstance(forward, _PROXY):
         wrapper = getattr(forward, "_self_wrapper", None)
         return f"{_home(wrapper)} (a wrapt wrapper)"
     home = forward.__globals__.get("__name__", "") if isinstance(forward, FunctionType) else _home(forward)
