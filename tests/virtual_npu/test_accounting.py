@@ -102,6 +102,14 @@ def _rounding(dtype):
     return {"rtol": 4 * eps, "atol": 8 * eps}
 
 
+def test_attention_is_one_kernel_without_autograd_too():
+    with torch.inference_mode():
+        q = torch.ones(1, 2, 5, 8, device="npu")
+        with counted() as counts:
+            F.scaled_dot_product_attention(q, q, q)
+    assert counts.launches == {"npu_fusion_attention_v3": 1}
+
+
 def test_attention_with_a_float_mask_takes_the_math_path_as_on_the_device():
     q = torch.randn(1, 2, 5, 8, device="npu")
     bias = torch.randn(1, 1, 5, 5, device="npu")
