@@ -31,6 +31,8 @@ class ModelingFinder:
 
     def find_spec(self, fullname, path=None, target=None):  # type: ignore[no-untyped-def]
         """The spec the other finders give, with our loader around theirs; None for all we do not watch."""
+        if sys.meta_path and sys.meta_path[0] is not self:
+            self._come_to_the_front()
         # written out before the call: this line runs for every import of the process
         if not fullname.startswith("transformers") or not watched(fullname):
             return None
@@ -54,6 +56,13 @@ class ModelingFinder:
             remove()
             complain(f"off: {fullname} cannot be watched: {type(error).__name__}: {error}")
         return spec
+
+    def _come_to_the_front(self) -> None:
+        """Past finders that came later and would find a watched module with a loader of their own, unasked of us."""
+        if self in sys.meta_path:
+            # In before out, so that other threads miss nothing. Whoever iterates goes on with our old neighbour.
+            sys.meta_path.insert(0, self)  # type: ignore[arg-type]
+            del sys.meta_path[sys.meta_path.index(self, 1)]  # type: ignore[arg-type]
 
     def _ask_the_others(self, fullname, path, target):  # type: ignore[no-untyped-def]
         for finder in list(sys.meta_path):
