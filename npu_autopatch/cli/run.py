@@ -40,7 +40,7 @@ def run(argv: list[str], settings: Mapping[str, str] | None = None) -> int:
     `settings` are NPU_AUTOPATCH variables to set. Returns only if there is nothing to run: 2, after one sentence on
     stderr.
     """
-    chain = _chain_folder()
+    chain = chain_folder()
     problem = _problem(argv, chain)
     if not problem:
         for stream in (sys.stdout, sys.stderr):
@@ -86,7 +86,7 @@ def _problem(argv: list[str], chain: str) -> str:
     return ""
 
 
-def _chain_folder() -> str:
+def chain_folder() -> str:
     """Where the wheel put the folder, which an editable install keeps apart from the package; empty if nowhere."""
     spec = PathFinder.find_spec("_npu_autopatch_chain")
     folders = list(spec.submodule_search_locations or ()) if spec else []
