@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,10 +38,14 @@ class Slot:
 
 
 class Ledger:
-    """All slots in the order they were changed."""
+    """All slots in the order they were changed.
+
+    `changing` is held while slots are set or put back, never while a site is probed: probing may import.
+    """
 
     def __init__(self) -> None:
         self._slots: list[Slot] = []
+        self.changing = threading.Lock()
 
     def __iter__(self) -> Iterator[Slot]:
         return iter(list(self._slots))
@@ -63,11 +68,12 @@ class Ledger:
     def release(self, holder: object) -> list[tuple[Slot, Any]]:
         """Undo, last first, what only `holder` still wanted; the slots found under a foreign value, with it."""
         foreign = []
-        for slot in reversed(self._slots):
-            slot.holders.discard(holder)
-            if not slot.holders and (found := slot.restore()) is not None:
-                foreign.append((slot, found))
-        self._slots = [slot for slot in self._slots if slot.holders]
+        with self.changing:
+            for slot in reversed(self._slots):
+                slot.holders.discard(holder)
+                if not slot.holders and (found := slot.restore()) is not None:
+                    foreign.append((slot, found))
+            self._slots = [slot for slot in self._slots if slot.holders]
         return foreign
 
     def roll_back(self, slots: list[Slot]) -> None:

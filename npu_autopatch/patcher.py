@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import traceback
 from collections.abc import Iterable
 from types import ModuleType
@@ -14,9 +13,6 @@ from npu_autopatch.kernels.base import Kernel, Match, Site, site_name
 from npu_autopatch.ledger import Ledger, Slot
 from npu_autopatch.reporting import FAILED, FOREIGN, PATCHED, REFUSED, SKIPPED, Row
 from npu_autopatch.settings import Settings
-
-# Held while slots are set, never while a site is probed: probing may import.
-_applying = threading.Lock()
 
 
 class PatchError(RuntimeError):
@@ -76,16 +72,16 @@ def _decide(site: Site, kernel: Kernel, settings: Settings, ledger: Ledger) -> t
 
 
 def _apply(planned: list[tuple[Site, Any]], ledger: Ledger, holder: object) -> None:
-    with _applying:
+    with ledger.changing:
         done: list[Slot] = []
         try:
             for site, replacement in planned:
-                if isinstance(replacement, Slot):
-                    replacement.holders.add(holder)
-                elif (slot := ledger.find(site.owner, site.attribute)) is not None:  # by another thread meanwhile
+                # Other threads may have set the slot since it was proved, or given up the one that was found.
+                if (slot := ledger.find(site.owner, site.attribute)) is not None:
                     slot.holders.add(holder)
                 else:
-                    done.append(ledger.apply(site.owner, site.attribute, replacement, site.name, holder))
+                    function = replacement.replacement if isinstance(replacement, Slot) else replacement
+                    done.append(ledger.apply(site.owner, site.attribute, function, site.name, holder))
         except BaseException:
             ledger.roll_back(done)
             raise

@@ -14,7 +14,7 @@ from typing import Any
 
 from npu_autopatch import finder
 from npu_autopatch.cli import child
-from npu_autopatch.cli.sites import listing, matches
+from npu_autopatch.cli.sites import beside, listing, matches
 from npu_autopatch.cli.terminal import CommandError, console, progress
 from npu_autopatch.kernels import REGISTRY
 from npu_autopatch.reporting import FAILED, PATCHED, REFUSED, STATES, Row
@@ -55,14 +55,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def _from_arguments(arguments: argparse.Namespace) -> int:
     Settings.of(REGISTRY, arguments.kernels)
-    coverage = sweep(_modules(arguments.family), arguments.kernels, arguments.backend or "")
+    modules = _modules(arguments.family)
+    coverage = sweep(modules, arguments.kernels, arguments.backend or "")
     rows = coverage.rows
     if arguments.json:
         print(json.dumps({**coverage.report, "not_imported": coverage.not_imported}, indent=1))
     else:
         _print(coverage, rows, arguments.refused)
     states = Counter(row.state for row in rows)
-    return 1 if states[FAILED] or (rows and not states[PATCHED]) else 0
+    nothing = rows and not states[PATCHED]
+    return 1 if states[FAILED] or nothing or len(coverage.not_imported) == len(modules) else 0
 
 
 def sweep(modules: list[str], kernels: str, backend: str) -> Coverage:
@@ -123,27 +125,22 @@ def _print(coverage: Coverage, rows: list[Row], refused: bool) -> None:
     table.add_column("family", overflow="fold")
     for name in (*kernels, *others):
         table.add_column(name, justify="right")
-    for line in [*sorted(line for line in counts if line != "total"), *(["total"] if counts else [])]:
-        if line == "total":
-            table.add_section()
+    for line in [*sorted(line for line in counts if line != "total"), "total"]:
         both = [(counts[line][kernel, PATCHED], counts[line][kernel, REFUSED]) for kernel in kernels]
         cells = [f"{done or '-'}" + (f" +{not_done}" if not_done else "   ") for done, not_done in both]
         table.add_row(line, *cells, *(str(counts[line]["", state] or "") for state in others))
-    screen.print(table)
+    if counts:
+        screen.print(table)
     if refused:
         screen.print()
-        screen.print(listing(row for row in rows if row.state == REFUSED))
+        screen.print(listing((row for row in rows if row.state == REFUSED), screen.width))
     if FAILED in others:
         screen.print()
-        screen.print(listing(row for row in rows if row.state == FAILED))
+        screen.print(listing((row for row in rows if row.state == FAILED), screen.width))
     if coverage.not_imported:
         screen.print(f"\n[bold]Not imported[/] {len(coverage.not_imported)}")
-        missing = Table(box=None, show_header=False, padding=(0, 0, 0, 2))
-        missing.add_column(overflow="fold")
-        missing.add_column(overflow="fold")
-        for module in coverage.not_imported:
-            missing.add_row(module["module"].removeprefix("transformers.models."), module["reason"])
-        screen.print(missing)
+        pairs = [(failure["module"].split(".", 2)[2], failure["reason"]) for failure in coverage.not_imported]
+        screen.print(beside(pairs, screen.width))
     total = counts["total"]
     summed = [f"{name} {total[name, PATCHED]} patched, {total[name, REFUSED]} refused" for name in kernels]
     screen.print(f"\n{'; '.join(summed) or 'no site found'}")

@@ -17,8 +17,6 @@ from npu_autopatch.patcher import PatchError
 
 def _backend() -> tuple[str, str]:
     """Where calls can be fused here, and why there."""
-    if missing := machine.why_no_torch_npu():
-        return "emulate", missing
     names = machine.devices()
     return ("npu", ", ".join(names)) if names else ("emulate", "torch.npu sees no device")
 
@@ -37,8 +35,10 @@ def _import(module: str) -> str:
 def sweep(modules: list[str], kernels: str, backend: str, send: Any) -> None:
     """Send the backend, each module, and the report of the sites in `modules`."""
     chosen = "as asked for"
+    if missing := machine.why_no_torch_npu():
+        sys.modules["torch_npu"] = None  # type: ignore[assignment]  # else transformers stumbles over it too
     if not backend:
-        backend, chosen = _backend()
+        backend, chosen = ("emulate", missing) if missing else _backend()
     send({"backend": backend, "chosen": chosen})
     enable(kernels, backend=backend)
     for module in modules:

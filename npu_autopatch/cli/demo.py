@@ -170,7 +170,7 @@ def _print(backend: str, without: Run, fused: Run, problems: list[str]) -> None:
         screen.print(table)
         largest = _difference(without, fused)
         screen.print(f"\nlargest difference {largest:.1e}; up to {LIMIT:.0e} it may be fp32 noise\n")
-    screen.print(listing(Row(**site) for site in fused.sites))
+    screen.print(listing((Row(**site) for site in fused.sites), screen.width))
     ran = ", ".join(f"{name} {count}" for name, count in fused.ops.items())
     screen.print(f"\nfused ops in one step, counted by torch's profiler: {ran or 'none'}")
     if problems:

@@ -139,9 +139,14 @@ def _device(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     if found["torch"] and installed["torch"]:
         what = f"import torch fails: {found['torch']}"
         if found["torch_npu"] and installed["torch_npu"]:
-            do = f"{diagnosis.cann.advice}; to do without the NPU, set TORCH_DEVICE_BACKEND_AUTOLOAD=0 and"
-            return [(what, f"{do} NPU_AUTOPATCH_BACKEND=emulate")]
+            return [(what, f"{diagnosis.cann.advice}; to do without the NPU: pip uninstall torch_npu")]
         return [(what, "reinstall torch, or torch_npu of the same version")]
+    if found["transformers"] and installed["transformers"]:
+        what = f"import transformers fails: {found['transformers']}"
+        without = "pip uninstall torch_npu, which transformers imports wherever it is installed"
+        if found["torch_npu"] and installed["torch_npu"]:
+            return [(what, f"{diagnosis.cann.advice}; to do without the NPU: {without}")]
+        return [(what, "reinstall transformers, with the packages its error names")]
     if diagnosis.backend == "emulate" or not installed["torch"]:
         return []
     if not installed["torch_npu"]:
@@ -196,6 +201,8 @@ def _lines(diagnosis: Diagnosis) -> list[tuple[str, bool | None, str]]:
         lines.append((package, bool(installed) or (None if optional else False), installed or "not installed"))
     if found["torch"]:
         lines.append(("import torch", False, found["torch"]))
+    if found["transformers"]:
+        lines.append(("import transformers", False, found["transformers"]))
     wanted = None if emulated else False
     why = found["torch_npu"] or f"torch.npu sees no device; {len(diagnosis.cann.device_files)} /dev/davinci files"
     if found["torch"] and not found["torch_npu"]:

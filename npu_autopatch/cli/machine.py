@@ -1,6 +1,6 @@
 """What this machine can do, found out in a child process: ``import torch`` itself may fail there.
 
-Sends one message: `torch` and `torch_npu` say why they cannot be imported, `devices` names the NPUs, `kernels`
+Sends one message: `torch`, `torch_npu` and `transformers` say why they cannot be imported, `devices` names the NPUs, `kernels`
 and `ops` say what is missing.
 """
 
@@ -30,7 +30,7 @@ def examine(environ: Mapping[str, str], backend: str) -> dict[str, Any]:
 
 
 def _ask(environ: Mapping[str, str], backend: str) -> dict[str, Any]:
-    nothing = {"torch_npu": "", "devices": [], "kernels": {}, "ops": []}
+    nothing = {"torch_npu": "", "transformers": "", "devices": [], "kernels": {}, "ops": []}
     try:
         for found in child.messages(child.module(__name__, backend), environ):
             return {**nothing, **found}
@@ -57,20 +57,28 @@ def devices() -> list[str]:
 
 
 def _look(backend: str) -> dict[str, Any]:
-    try:
-        import torch  # noqa: F401
-    except Exception as error:
-        cause: BaseException = error
-        while cause.__cause__ is not None:
-            cause = cause.__cause__
-        return {"torch": f"{type(cause).__name__}: {cause}"}
+    if torch := _why_not("torch"):
+        return {"torch": torch}
     missing = why_no_torch_npu()
     found: dict[str, Any] = {"torch": "", "torch_npu": missing, "devices": [] if missing else devices()}
+    found["transformers"] = _why_not("transformers.modeling_utils")
     if backend == "emulate":
         from npu_autopatch import emulator
 
         emulator.install()
     return {**found, "kernels": {name: load(name).missing() for name in REGISTRY}, "ops": _ops()}
+
+
+def _why_not(module: str) -> str:
+    """Import a module; the first cause of a failure, or an empty string."""
+    try:
+        importlib.import_module(module)
+    except Exception as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        return " ".join(f"{type(cause).__name__}: {cause}".split())
+    return ""
 
 
 def _ops() -> list[dict[str, Any]]:

@@ -49,7 +49,8 @@ def show(arguments: argparse.Namespace) -> int:
         print(json.dumps({**content, **json.loads(report.to_json())}, indent=1))
         return 0
     screen = console()
-    screen.print(listing(rows))
+    if rows:
+        screen.print(listing(rows, screen.width))
     counts = ", ".join(f"{report.count(state)} {state}" for state in STATES if report.count(state))
     screen.print(f"{len(rows)} of {len(content['sites'])} sites{': ' if rows else ''}{counts}")
     return 0

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
 
 from npu_autopatch.reporting import PATCHED, STATES, Row
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
 _COLOURS = dict(zip(STATES, ("green", "yellow", "dim", "red", "yellow"), strict=True))
+_NAME = 40  # a longer name has a line of its own
 
 
 def matches(site: str, patterns: str) -> bool:
@@ -20,24 +18,31 @@ def matches(site: str, patterns: str) -> bool:
     return any(fnmatchcase(name, pattern.strip()) for pattern in patterns.split(",") for name in names)
 
 
-def listing(rows: Iterable[Row]) -> RenderableType:
-    """A block for each kernel and state; of a failure, the last line of its traceback."""
-    from rich.console import Group
-    from rich.markup import escape
-    from rich.table import Table
-
-    blocks: dict[tuple[str, str], list[Row]] = {}
+def listing(rows: Iterable[Row], width: int) -> str:
+    """A block for each kernel and state, in rich's markup; of a failure, the last line of its traceback."""
+    blocks: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for row in rows:
-        blocks.setdefault((row.kernel, row.state), []).append(row)
-    shown: list[RenderableType] = []
+        reason = row.reason.strip().splitlines()[-1] if row.reason.strip() else ""
+        words = row.variant if row.state == PATCHED else reason
+        blocks.setdefault((row.kernel, row.state), []).append((row.name, words))
+    shown = []
     for kernel, state in sorted(blocks, key=lambda block: (block[0], STATES.index(block[1]))):
         block = blocks[kernel, state]
         shown.append(f"[bold]{kernel or 'classes'}[/] [{_COLOURS[state]}]{state}[/] {len(block)}")
-        table = Table(box=None, show_header=False, padding=(0, 0, 0, 2))
-        table.add_column(overflow="fold", max_width=44)
-        table.add_column(overflow="fold")
-        for row in block:
-            reason = row.reason.strip().splitlines()[-1] if row.reason.strip() else ""
-            table.add_row(escape(row.name), escape(row.variant if row.state == PATCHED else reason))
-        shown.append(table)
-    return Group(*shown)
+        shown.append(beside(block, width))
+    return "\n".join(shown)
+
+
+def beside(pairs: list[tuple[str, str]], width: int) -> str:
+    """Names, and words wrapped in a column beside them, in rich's markup. No name is broken."""
+    from rich.markup import escape
+
+    column = min(_NAME, max((len(name) for name, _ in pairs), default=0)) + 4
+    lines = []
+    for name, words in pairs:
+        first, *others = textwrap.wrap(words, max(20, width - column)) or [""]
+        if len(name) > _NAME:
+            lines.append(f"  {name}")
+            name = ""
+        lines += [f"  {name:<{column - 2}}{first}".rstrip(), *(" " * column + other for other in others)]
+    return escape("\n".join(lines))

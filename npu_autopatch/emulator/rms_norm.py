@@ -18,13 +18,15 @@ def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[T
     `input` has 1 to 8 dimensions, `gamma` the shape of its last ones and the same dtype, or fp32 for a half
     `input`. Computed in fp32 and rounded once; `y` has the dtype of `input`, `rstd` is fp32 with the normalised
     dimensions kept as 1. Raises `ContractError`.
+
+    The contract does not fix the order of the sums inside. They are taken in fp64, here and in the backward, so that
+    what a test measures is the replacement and not an order of ours.
     """
     _refuse("npu_rms_norm", input, gamma, least_rank=1)
     if epsilon < 0:
         raise ContractError("npu_rms_norm", f"epsilon {epsilon}", "epsilon of 0 or more")
-    x = input.float()
-    rstd = torch.rsqrt(x.pow(2).mean(_normalised(gamma), keepdim=True) + epsilon)
-    return (x * rstd * gamma.float()).to(input.dtype).contiguous(), rstd
+    rstd = torch.rsqrt(input.double().pow(2).mean(_normalised(gamma), keepdim=True) + epsilon).float()
+    return (input.float() * rstd * gamma.float()).to(input.dtype).contiguous(), rstd
 
 
 def npu_rms_norm_backward(dy: Tensor, input: Tensor, gamma: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,11 +37,11 @@ def npu_rms_norm_backward(dy: Tensor, input: Tensor, gamma: Tensor, rstd: Tensor
         raise ContractError("npu_rms_norm_backward", got, f"dy like input, {tuple(input.shape)} {input.dtype}")
     if rstd.dtype != torch.float32:
         raise ContractError("npu_rms_norm_backward", f"rstd {rstd.dtype}", "rstd torch.float32")
-    x_hat, grad = input.float() * rstd, dy.float()
-    d_hat = grad * gamma.float()
+    x_hat, grad = input.double() * rstd, dy.double()
+    d_hat = grad * gamma.double()
     dx = rstd * (d_hat - x_hat * (d_hat * x_hat).mean(_normalised(gamma), keepdim=True))
     dgamma = (grad * x_hat).sum(tuple(range(input.dim() - gamma.dim())))
-    return dx.to(input.dtype).contiguous(), dgamma.contiguous()
+    return dx.to(input.dtype).contiguous(), dgamma.float().contiguous()
 
 
 def _normalised(gamma: Tensor) -> tuple[int, ...]:

@@ -121,10 +121,17 @@ def ulp(exact: Tensor, dtype: torch.dtype) -> Tensor:
     return info.eps * torch.exp2(torch.floor(torch.log2(exact.abs().clamp_min(info.tiny))))
 
 
-def no_worse(fused: Tensor, original: Tensor, exact: Tensor) -> bool:
-    """Rule 3: same dtype and shape, and no further from the fp64 `exact` than `original` by more than one ulp."""
+def errors(exact: Tensor, *results: Tensor) -> list[float]:
+    """The largest error of each result against the fp64 `exact`, in ulps of its own dtype."""
+    return [((y.double() - exact).abs() / ulp(exact, y.dtype)).max().item() for y in results]
+
+
+def no_worse(fused: Tensor, original: Tensor, exact: Tensor, most: float) -> bool:
+    """Rule 3: same dtype and shape, and no further from the fp64 `exact` than `original` by more than one ulp.
+
+    And `original` is what was taken for `exact`: within `most` ulps of it.
+    """
     if fused.dtype != original.dtype or fused.shape != original.shape:
         return False
-    unit = ulp(exact, original.dtype)
-    error, allowed = (((y.double() - exact).abs() / unit).max().item() for y in (fused, original))
-    return error <= allowed + 1
+    mine, theirs = errors(exact, fused, original)
+    return mine <= theirs + 1 and theirs <= most

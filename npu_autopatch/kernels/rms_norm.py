@@ -270,7 +270,7 @@ class _Probe:
                 pass
             finally:
                 setattr(self.instance, name, value)
-            if isinstance(value, int) and not isinstance(value, bool) and value == SIZE:
+            if value == (SIZE,) or isinstance(value, int) and not isinstance(value, bool) and value == SIZE:
                 sizes.append(name)
             elif value is None or isinstance(value, (bool, int, float, str)):
                 pinned[name] = value
@@ -293,9 +293,9 @@ class _Probe:
             self.set_dtype(dtype)
             for scale in (1.0, 60.0):
                 mine, theirs = self.run(dtype, scale, forward=fused), self.run(dtype, scale)
-                if not probing.no_worse(mine, theirs, self.expected(variant, dtype, scale)):
+                if not probing.no_worse(mine, theirs, self.expected(variant, dtype, scale), most=16):
                     where = f"{dtype} at scale {scale:g}".removeprefix("torch.")
-                    raise _Unproved(f"fused, it would not be as exact as it is, or of another dtype, in {where}")
+                    raise _Unproved(f"in {where} it is not the norm that it is in float32 at scale 1")
         self.set_dtype(torch.float32)
         for mine, theirs in zip(self.gradients(fused), self.gradients(self.cls.forward), strict=True):
             if not formula.close(mine, theirs.double()):

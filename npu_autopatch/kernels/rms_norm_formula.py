@@ -138,8 +138,8 @@ def why_not(outcome: Tensor, shifted: Tensor, weights: list[Tensor]) -> str:
         scaled = x * gamma
         if is_(scaled * torch.rsqrt(scaled.pow(2).mean(-1, keepdim=True))):
             return "it multiplies by its weight before the norm, not after it"
+        if is_(scaled):
+            return "it normalises nothing: it returned its input, or that times a weight"
         if is_(scaled * torch.rsqrt(x.pow(2).sum(-1, keepdim=True))):
             return "it divides by the root of the sum of squares, not of their mean"
-    if is_(x):
-        return "it returned its input"
     return "its output on random inputs is that of no RMS norm"

@@ -79,7 +79,7 @@ class Variant:
 class Conditions:
     """What an instance must be like for its class's proof to hold.
 
-    `pinned` attributes have the proved value, `sizes` equal the last dimension, `methods` are not overridden by a
+    `pinned` attributes have the proved value, `sizes` are the last dimension, or a tuple of it, `methods` are not overridden by a
     subclass; `ranks` are those the original treats alike, and a dimension of length one too if `unit_length`.
     """
 
@@ -101,10 +101,12 @@ class Conditions:
 
         def applies(self: Any, x: Tensor) -> bool:
             for name, value in pinned:
-                if getattr(self, name, _MISSING) != value:
+                found = getattr(self, name, _MISSING)
+                if type(found) is not type(value) or found != value:
                     return False
             for name in sizes:
-                if getattr(self, name, _MISSING) != x.size(-1):
+                found = getattr(self, name, _MISSING)
+                if found != x.shape[-1:] and (found,) != x.shape[-1:]:
                     return False
             for name, method in methods:
                 if getattr(type(self), name, None) is not method:
@@ -174,10 +176,11 @@ def _weighted(
     direct = not variant.offset and not variant.groups
 
     def forward(self, x):  # type: ignore[no-untyped-def]
+        if type(x) not in PLAIN or (applies is not None and not applies(self, x)):
+            return original(self, x)
         weight = self.weight
         if (
-            type(x) in PLAIN
-            and type(weight) in PLAIN
+            type(weight) in PLAIN
             and x.device.type in devices
             and x.dtype in FLOATS
             and weight.dtype in FLOATS
@@ -185,7 +188,6 @@ def _weighted(
             and x.size(-1) == weight.numel()
             and x.numel() > 0
             and weight.device == x.device
-            and (applies is None or applies(self, x))
         ):
             eps = self.eps if constant is None else constant
             if eps is None and none_eps is not None:
@@ -227,10 +229,11 @@ def _gated(
     compute = _gate_first(variant, op) if variant.gate == "pre" else _gate_last(variant, op)
 
     def forward(self, x, gate):  # type: ignore[no-untyped-def]
+        if type(x) not in PLAIN or (applies is not None and not applies(self, x)):
+            return original(self, x, gate)
         weight = self.weight
         if (
-            type(x) in PLAIN
-            and type(weight) in PLAIN
+            type(weight) in PLAIN
             and type(gate) in PLAIN
             and x.device.type in devices
             and x.dtype in FLOATS
@@ -241,7 +244,6 @@ def _gated(
             and x.numel() > 0
             and weight.device == x.device
             and gate.shape == x.shape
-            and (applies is None or applies(self, x))
         ):
             eps = self.eps if constant is None else constant
             if eps is None and none_eps is not None:

@@ -1,0 +1,44 @@
+"""Original code run in fp64, and errors against it: the reference shares nothing with the kernels' own formulas."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class InDouble(TorchFunctionMode):
+    """Every cast to a narrower float becomes one to fp64, so that a module's own forward computes in fp64."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function in (Tensor.float, Tensor.half, Tensor.bfloat16):
+            return args[0].double()
+        args = tuple(torch.float64 if arg in _FLOATS else arg for arg in args) if function is Tensor.to else args
+        kwargs = {key: torch.float64 if value in _FLOATS else value for key, value in (kwargs or {}).items()}
+        return function(*args, **kwargs)
+
+
+class CallsOf(TorchDispatchMode):
+    """Counts the calls of one ``npu::`` op."""
+
+    def __init__(self, op: str) -> None:
+        super().__init__()
+        self.op, self.count = f"npu.{op}.default", 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += str(function) == self.op
+        return function(*args, **(kwargs or {}))
+
+
+def error_in_ulps(got: Tensor, exact: Tensor, dtype: torch.dtype, by_row: bool = False) -> float:
+    """The largest error of `got`, in units in the last place of `dtype`.
+
+    Of values, at each value; of gradients, which are sums that cancel, at the largest of their row (`by_row`).
+    """
+    size = exact.abs().amax(-1, keepdim=True) if by_row else exact.abs()
+    info = torch.finfo(dtype)
+    unit = info.eps * torch.exp2(torch.floor(torch.log2(size.clamp_min(info.tiny))))
+    return ((got.double() - exact).abs() / unit).nan_to_num(float("inf")).max().item()
