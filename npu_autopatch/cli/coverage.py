@@ -112,8 +112,9 @@ def _print(coverage: Coverage, rows: list[Row], refused: bool) -> None:
 
     screen = console()
     versions = coverage.report["versions"]
-    screen.print(f"transformers {versions['transformers']}, backend {coverage.backend} ({coverage.chosen})")
-    screen.print("sites patched +refused:\n")
+    kernels_of = ", CPU kernels in place of the NPU's" if coverage.backend == "emulate" else ""
+    screen.print(f"transformers {versions['transformers']}, backend {coverage.backend}{kernels_of} ({coverage.chosen})")
+    screen.print("sites patched +refused:\n", markup=False)
     kernels = [name for name in REGISTRY if any(row.kernel == name for row in rows)]
     others = [state for state in STATES if state not in (PATCHED, REFUSED) and any(row.state == state for row in rows)]
     counts: dict[str, Counter[tuple[str, str]]] = defaultdict(Counter)

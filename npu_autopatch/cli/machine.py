@@ -1,7 +1,7 @@
 """What this machine can do, found out in a child process: ``import torch`` itself may fail there.
 
-Sends one message: `torch`, `torch_npu` and `transformers` say why they cannot be imported, `devices` names the NPUs, `kernels`
-and `ops` say what is missing.
+Sends one message: `torch`, `torch_npu` and `transformers` say why they cannot be imported, `devices` names the NPUs,
+`kernels` and `ops` say what is missing.
 """
 
 from __future__ import annotations
