@@ -29,6 +29,19 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and give its exit code."""
+    try:
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # a pager or `head` that has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(argv: list[str] | None) -> int:
     parser, commands = _parsers()
     arguments, unknown = parser.parse_known_args(argv)
     if arguments.command is None:
@@ -40,15 +53,9 @@ def main(argv: list[str] | None = None) -> int:
         command.error(f"unknown argument {' '.join(unknown)!r} (choose from {options})")
     try:
         code: int = arguments.func(arguments)
-        sys.stdout.flush()
     except (CommandError, SettingsError) as error:
         print(f"{command.prog}: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # a pager or `head` that has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except KeyboardInterrupt:
-        return 130
     return code
 
 

@@ -96,11 +96,11 @@ def _judge(diagnosis: Diagnosis) -> None:
     blocking = [*_without_packages(diagnosis), *_startup(diagnosis), *_device(diagnosis)]
     if diagnosis.settings_error:
         blocking.append((diagnosis.settings_error, "correct the variable; until then nothing is patched"))
-    kernels = diagnosis.settings.kernels if diagnosis.settings else tuple(REGISTRY)
+    kernels = diagnosis.settings.kernels if diagnosis.settings else ()
     missing = {name: diagnosis.machine["kernels"].get(name, "") for name in kernels}
     usable = [name for name in kernels if name in diagnosis.machine["kernels"] and not missing[name]]
     diagnosis.problems = list(blocking)
-    if not diagnosis.machine["torch_npu"] or diagnosis.backend == "emulate":  # else it has been said
+    if diagnosis.backend == "emulate" or not diagnosis.machine["torch_npu"]:  # else it has been said
         what = "its sites stay as they are; another torch_npu may have the op"
         diagnosis.problems += [(f"kernel {name}: {reason}", what) for name, reason in missing.items() if reason]
     diagnosis.fuses = bool(usable) and not blocking
@@ -147,7 +147,7 @@ def _device(diagnosis: Diagnosis) -> list[tuple[str, str]]:
         if found["torch_npu"] and installed["torch_npu"]:
             return [(what, f"{diagnosis.cann.advice}; to do without the NPU: {without}")]
         return [(what, "reinstall transformers, with the packages its error names")]
-    if diagnosis.backend == "emulate" or not installed["torch"]:
+    if diagnosis.settings is None or diagnosis.backend == "emulate" or not installed["torch"]:
         return []
     if not installed["torch_npu"]:
         release = installed["torch"].partition("+")[0]

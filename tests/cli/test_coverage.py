@@ -1,0 +1,72 @@
+"""`coverage` imports the modeling modules in a child and counts what was patched."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from .conftest import WITHOUT_CANN
+
+
+def test_families_are_counted_in_80_columns(
+    command: Callable[..., object], torch_npu: Callable[[str], Path]
+) -> None:
+    done = command("coverage", "--family", "qwen3,mistral", "--refused", folders=(torch_npu(WITHOUT_CANN),))
+    assert (done.code, done.err) == (0, ""), done
+    assert done.columns <= 80
+    assert "backend emulate, CPU kernels in place of the NPU's" in done.out and "Traceback" not in done.out
+    lines = [line.split() for line in done.out.splitlines()]
+    assert ["mistral", "1"] in [line[:2] for line in lines] and ["qwen3", "1"] in [line[:2] for line in lines]
+    assert re.search(r"rms_norm 2 patched, \d+ refused", done.out)
+
+
+def test_everything_as_json(command: Callable[..., object]) -> None:
+    done = command("coverage", "--json", "--backend", "emulate", "--kernels", "rms_norm")
+    assert (done.code, done.err) == (0, ""), done.err
+    whole = json.loads(done.out)
+    assert whole["settings"]["backend"] == "emulate" and whole["settings"]["kernels"] == ["rms_norm"]
+    assert len(whole["sites"]) == sum(whole["summary"].values())
+    assert whole["summary"]["failed"] == 0
+    assert whole["summary"]["patched"] > 100
+    assert all(site["reason"] for site in whole["sites"] if site["state"] == "refused")
+    for missing in whole["not_imported"]:
+        assert missing["module"].startswith("transformers.models.") and re.match(r"\w+: ", missing["reason"])
+    modules = {site["module"] for site in whole["sites"]}
+    assert not modules & {missing["module"] for missing in whole["not_imported"]}
+
+
+def test_without_ops_nothing_is_patched_and_that_is_a_failure(
+    command: Callable[..., object], torch_npu: Callable[[str], Path]
+) -> None:
+    stand_in = torch_npu(WITHOUT_CANN)
+    done = command("coverage", "--family", "qwen3", "--backend", "npu", "--refused", folders=(stand_in,))
+    assert done.code == 1
+    assert "rms_norm 0 patched, 1 refused" in done.out and "qwen3.Qwen3RMSNorm" in done.out
+
+
+def test_a_terminal_shows_a_bar_on_stderr(environment: Callable[..., dict[str, str]]) -> None:
+    screen, terminal = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "npu_autopatch.cli", "coverage", "--family", "gpt2,t5", "--json"],
+        env=environment(TERM="xterm"),
+        stdout=subprocess.PIPE,
+        stderr=terminal,
+        text=True,
+    )
+    os.close(terminal)
+    out, _ = process.communicate(timeout=120)
+    shown = b""
+    try:
+        while piece := os.read(screen, 4096):
+            shown += piece
+    except OSError:  # all read
+        pass
+    os.close(screen)
+    assert "torch and transformers" in shown.decode() and "100%" in shown.decode()
+    assert json.loads(out)["summary"]["patched"] == 1  # T5LayerNorm
