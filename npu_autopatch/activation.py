@@ -120,7 +120,9 @@ def _begin(activation: Activation) -> Activation:
             raise SettingsError(f"backend {settings.backend!r} cannot join {other.settings.backend!r}: call disable() first")
     if settings.backend == "emulate":
         from npu_autopatch import emulator
+        from npu_autopatch.ops.capability import load_torch_npu
 
+        load_torch_npu()  # a later import of it would end the process: its ops are defined only once
         emulator.install()
     _reset_dynamo()
     _active.append(activation)

@@ -56,6 +56,11 @@ def _run(argv: list[str] | None) -> int:
     except (CommandError, SettingsError) as error:
         print(f"{command.prog}: {error}", file=sys.stderr)
         return 2
+    except ModuleNotFoundError as error:
+        if error.name != "rich":
+            raise
+        print(f"{command.prog}: rich is not installed: pip install 'npu-autopatch'", file=sys.stderr)
+        return 2
     return code
 
 

@@ -87,8 +87,6 @@ def train_twice(steps: int, seed: int, backend: str) -> tuple[str, Run, Run]:
         if backend != "emulate":
             found = machine.examine(environ, "npu")
             backend = backend or ("npu" if found["devices"] and not found["torch"] else "emulate")
-        if backend == "emulate":
-            environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # else torch does not start where torch_npu has no CANN
         # In a folder of its own, as a user's script is: beside it, modules of ours would hide others.
         script = shutil.copy(Path(__file__).with_name("demo_train.py"), Path(folder, "train.py"))
         command = [sys.executable, str(script), str(text), folder, str(steps), str(seed)]
