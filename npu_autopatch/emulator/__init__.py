@@ -7,17 +7,21 @@ none, and the autograd formula torch_npu has; an op that torch_npu does not diff
 
 from __future__ import annotations
 
+import threading
+
 from npu_autopatch.emulator import rms_norm
 from npu_autopatch.emulator.registration import EmulatedOp, register
 
 OPS: tuple[EmulatedOp, ...] = (*rms_norm.OPS,)
 
 _installed: list[EmulatedOp] = []
+_installing = threading.Lock()
 
 
 def install() -> None:
     """Make every emulated op callable on CPU tensors. Safe to call again."""
-    if not _installed:
-        _installed.extend(OPS)
-        for op in OPS:
-            register(op)
+    with _installing:
+        if not _installed:
+            for op in OPS:
+                register(op)
+            _installed.extend(OPS)

@@ -48,9 +48,7 @@ def register(op: EmulatedOp) -> None:
         torch.library.register_fake(qualified, op.shapes, lib=_DEFINITIONS)
     _DEFINITIONS.impl(op.name, op.kernel, "CPU")
     if op.backward is not None:
-        torch.library.register_autograd(
-            qualified, op.backward, setup_context=op.setup_context, lib=_DEFINITIONS
-        )
+        torch.library.register_autograd(qualified, op.backward, setup_context=op.setup_context, lib=_DEFINITIONS)
     else:
         _DEFINITIONS.impl(op.name, _without_gradient(qualified), "AutogradCPU")
 

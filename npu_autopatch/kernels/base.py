@@ -54,19 +54,17 @@ class Kernel(Protocol):
 def site_name(module: str, name: str) -> str:
     """``transformers.models.qwen3.modeling_qwen3``, ``Qwen3RMSNorm`` -> ``qwen3.Qwen3RMSNorm``."""
     parts = module.split(".")
-    if module.startswith("transformers.models."):
-        parts = parts[2:-1]
-    else:
-        parts = parts[-1:]
+    parts = parts[2:-1] if module.startswith("transformers.models.") else parts[-1:]
     return ".".join((*parts, name)).replace("modeling_", "", 1)
 
 
-def renamed(function: FunctionType, parameters: tuple[str, ...], attributes: dict[str, str]) -> FunctionType:
+def renamed(function: Callable[..., Any], parameters: tuple[str, ...], attributes: dict[str, str]) -> FunctionType:
     """`function` under other parameter and attribute names.
 
     So a replacement is called by the original's keywords and reads the original's attributes, with no look-up by
     string and no ``**kwargs`` at each call.
     """
+    assert isinstance(function, FunctionType)
     code = function.__code__
     local = [f"{name}_" if name in parameters else name for name in code.co_varnames[len(parameters) :]]
     new = code.replace(

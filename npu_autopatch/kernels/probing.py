@@ -91,8 +91,10 @@ def settings_of(module: nn.Module) -> dict[str, Any]:
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
-def operations(cls: type, function: FunctionType, depth: int = 3) -> tuple[set[str], dict[str, Any]]:
+def operations(cls: type, function: Any, depth: int = 3) -> tuple[set[str], dict[str, Any]]:
     """The names `function` reaches, through methods of `cls` and functions beside it; and those methods."""
+    if not isinstance(function, FunctionType):
+        return set(), {}
     names: set[str] = set()
     methods: dict[str, Any] = {}
     pending: list[tuple[CodeType, dict[str, Any], int]] = [(function.__code__, function.__globals__, depth)]
@@ -121,17 +123,12 @@ def ulp(exact: Tensor, dtype: torch.dtype) -> Tensor:
     return info.eps * torch.exp2(torch.floor(torch.log2(exact.abs().clamp_min(info.tiny))))
 
 
-def errors(exact: Tensor, *results: Tensor) -> list[float]:
-    """The largest error of each result against the fp64 `exact`, in ulps of its own dtype."""
-    return [((y.double() - exact).abs() / ulp(exact, y.dtype)).max().item() for y in results]
-
-
-def no_worse(fused: Tensor, original: Tensor, exact: Tensor, most: float) -> bool:
+def no_worse(fused: Tensor, original: Tensor, exact: Tensor, unit: Tensor, most: float) -> bool:
     """Rule 3: same dtype and shape, and no further from the fp64 `exact` than `original` by more than one ulp.
 
-    And `original` is what was taken for `exact`: within `most` ulps of it.
+    And `original` is what was taken for `exact`: within `most` ulps of it. `unit` is one ulp of its dtype at `exact`.
     """
     if fused.dtype != original.dtype or fused.shape != original.shape:
         return False
-    mine, theirs = errors(exact, fused, original)
+    mine, theirs = (((y - exact).abs() / unit).max().item() for y in (fused, original))
     return mine <= theirs + 1 and theirs <= most

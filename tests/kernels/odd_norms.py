@@ -105,7 +105,10 @@ class Biased(Plain):
 
     def forward(self, tokens):
         wide = tokens.float()
-        return self.scale * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.tiny)).to(tokens.dtype) + self.shift
+        return (
+            self.scale * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.tiny)).to(tokens.dtype)
+            + self.shift
+        )
 
 
 class Centred(Plain):
@@ -118,7 +121,9 @@ class Centred(Plain):
 class TimesInput(Plain):
     def forward(self, tokens):
         wide = tokens.float()
-        return tokens + self.scale * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.tiny)).to(tokens.dtype)
+        return tokens + self.scale * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.tiny)).to(
+            tokens.dtype
+        )
 
 
 class Tuple(Plain):
@@ -141,7 +146,6 @@ class Mixture(nn.Module):
 
     def forward(self, tokens):
         return self.inner(tokens * torch.rsqrt(tokens.pow(2).mean(-1, keepdim=True) + 1e-6))
-
 
 
 class Loading(nn.Module):

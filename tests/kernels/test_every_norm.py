@@ -32,7 +32,11 @@ REFUSED = {
     "deprecated.mega.MegaScaleNorm": "its forward fails",
 }
 # settings of a constructor, other than its defaults, that have a fused case of their own; the rest run the original
-ALSO_FUSED = {("Gemma3nRMSNorm", "with_scale"), ("Gemma4RMSNorm", "with_scale"), ("FalconH1RMSNormGated", "norm_before_gate")}
+ALSO_FUSED = {
+    ("Gemma3nRMSNorm", "with_scale"),
+    ("Gemma4RMSNorm", "with_scale"),
+    ("FalconH1RMSNormGated", "norm_before_gate"),
+}
 
 
 def modeling_modules() -> list[str]:
@@ -56,7 +60,11 @@ def swept():
         pairs = {cls: (forward, cls.forward) for cls, forward in originals.items() if cls.forward is not forward}
     rows = {row.name: row for row in report.sites}
     by_name = {f"{cls.__module__}.{cls.__name__}": (cls, *forwards) for cls, forwards in pairs.items()}
-    return rows, {row.name: by_name[f"{row.module}.{row.name.rpartition('.')[2]}"] for row in rows.values() if row.state == "patched"}
+    return rows, {
+        row.name: by_name[f"{row.module}.{row.name.rpartition('.')[2]}"]
+        for row in rows.values()
+        if row.state == "patched"
+    }
 
 
 @pytest.mark.skipif(not CENSUS.exists(), reason=f"no census for transformers {transformers.__version__}")
@@ -96,7 +104,10 @@ def test_values_gradients_and_dtypes_are_those_of_the_original(swept):
         for settings in _settings(cls, swept[0][site].variant):
             for dtype in DTYPES:
                 for scale in (1.0, 60.0):
-                    wrong += [(site, settings, dtype, scale, *w) for w in _worse(cls, original, fused, settings, dtype, dtype, scale)]
+                    wrong += [
+                        (site, settings, dtype, scale, *w)
+                        for w in _worse(cls, original, fused, settings, dtype, dtype, scale)
+                    ]
     assert not wrong, "\n".join(map(str, wrong))
 
 
@@ -107,7 +118,10 @@ def test_output_dtype_for_every_pair_of_input_and_weight_dtypes(swept):
             for x in DTYPES:
                 for weight in DTYPES:
                     if x is not weight:
-                        wrong += [(site, settings, x, weight, *w) for w in _worse(cls, original, fused, settings, x, weight, 1.0)]
+                        wrong += [
+                            (site, settings, x, weight, *w)
+                            for w in _worse(cls, original, fused, settings, x, weight, 1.0)
+                        ]
     assert not wrong, "\n".join(map(str, wrong))
 
 
@@ -116,8 +130,15 @@ def test_any_shape_the_original_takes(swept):
     wrong = []
     for site, (cls, original, fused) in swept[1].items():
         norm = _instance(cls, {})
-        inputs = [torch.randn(*lead, SIZE) for lead in ((), (3,), (2, 1), (1, 2), (1, 1), (2, 5), (2, 3, 4), (2, 3, 2, 2), (0, 3))]
-        inputs += [torch.randn(2, SIZE, 3).transpose(1, 2), torch.randn(2, 3, 2 * SIZE)[..., ::2], torch.randn(1, SIZE).expand(4, SIZE)]
+        inputs = [
+            torch.randn(*lead, SIZE)
+            for lead in ((), (3,), (2, 1), (1, 2), (1, 1), (2, 5), (2, 3, 4), (2, 3, 2, 2), (0, 3))
+        ]
+        inputs += [
+            torch.randn(2, SIZE, 3).transpose(1, 2),
+            torch.randn(2, 3, 2 * SIZE)[..., ::2],
+            torch.randn(1, SIZE).expand(4, SIZE),
+        ]
         for x in inputs:
             args = (x, torch.randn(x.shape)) if original.__code__.co_argcount == 3 else (x,)
             got, expected = _outcome(fused, norm, args), _outcome(original, norm, args)
@@ -149,7 +170,9 @@ def _outcome(forward, norm, args):
 
 def _settings(cls, variant: str) -> list[dict]:
     """Every switch of the constructor both ways, and two groups where the variant has groups."""
-    switches = [{}, *({name: not default} for name, default in probing.switches(cls).items())] if " or " in variant else [{}]
+    switches = (
+        [{}, *({name: not default} for name, default in probing.switches(cls).items())] if " or " in variant else [{}]
+    )
     return switches + [{**one, "__groups__": True} for one in switches if "grouped" in variant]
 
 
@@ -185,7 +208,9 @@ def _worse(cls, original, fused, settings, x_dtype, weight_dtype, scale) -> list
     with InDouble():
         exact = _run(deepcopy(norm).double(), original, [t.double() for t in tensors], incoming.double())
     found = []
-    for part, got, expected, right in zip(("output", "gradient of x", "gradient", "gradient"), mine, theirs, exact, strict=False):
+    for part, got, expected, right in zip(
+        ("output", "gradient of x", "gradient", "gradient"), mine, theirs, exact, strict=False
+    ):
         if got.dtype is not expected.dtype or got.shape != expected.shape:
             found.append((part, got.dtype, expected.dtype))
         elif torch.isfinite(expected).all():  # where the original overflows there is nothing to be like

@@ -19,7 +19,7 @@ from tests.kernels.exact import CallsOf
 NAME = "transformers.models.odd.modeling_odd"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def patched():
     """The classes of `odd_norms` as those of a modeling module, patched; with the row of each."""
     spec = importlib.util.spec_from_file_location(NAME, pathlib.Path(original.__file__))
@@ -34,7 +34,12 @@ def patched():
 
 @pytest.mark.parametrize(
     ("cls", "variant"),
-    [(original.Plain, "round_then_mul"), (original.ConstantEps, "round_then_mul"), (original.NoEps, "round_then_mul"), (original.WithHelper, "round_then_mul")],
+    [
+        (original.Plain, "round_then_mul"),
+        (original.ConstantEps, "round_then_mul"),
+        (original.NoEps, "round_then_mul"),
+        (original.WithHelper, "round_then_mul"),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", [1e-3, 1.0])  # at the small scale eps decides
@@ -71,7 +76,9 @@ def test_torchs_own_norm_keeps_the_meaning_of_its_eps(patched, eps, dtype):
     with CallsOf("npu_rms_norm") as calls:
         got = norm(x)
     assert calls.count == 1
-    assert torch.allclose(got.float(), nn.RMSNorm.forward(norm, x).float(), rtol=2e-2 if dtype is not torch.float32 else 1e-5)
+    assert torch.allclose(
+        got.float(), nn.RMSNorm.forward(norm, x).float(), rtol=2e-2 if dtype is not torch.float32 else 1e-5
+    )
 
 
 @pytest.mark.parametrize("eps", [None, -1e-6, "1e-6", torch.tensor(1e-6)])

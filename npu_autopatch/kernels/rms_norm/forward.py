@@ -1,125 +1,31 @@
-"""The variants of an RMS norm, and the fused forward of each."""
+"""The fused forward of each variant."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from npu_autopatch.kernels.base import renamed
+from npu_autopatch.kernels.rms_norm.variant import ACTIVATIONS, Conditions, Variant
 from npu_autopatch.ops.rms_norm import FLOATS, PLAIN, RMSNorm
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 Norm = Callable[[Any, Tensor, Tensor, float], Tensor]
 
 _NUMBERS = (float, int)
-_MISSING = object()
-
-
-@dataclass(frozen=True)
-class Variant:
-    """The exact semantics of one norm.
-
-    `rounding` says where it rounds for a half input: ``round_then_mul`` (before the weight), ``fp32_mul`` (after
-    it), ``t5`` (before it, to the weight's dtype) or ``no_upcast`` (after every step). `weight` is an attribute,
-    empty if there is none; `offset` is what is added to it, in fp32 unless `offset_rounded`. `eps` is an attribute
-    or a constant. `gate` is ``post`` or ``pre`` the norm, with its `activation`. `groups` is the attribute that holds
-    the number of groups, or their size if `groups_are_sizes`. `none_eps`, where eps may be None, is what that stands for in each of `FLOATS`.
-    """
-
-    rounding: str
-    weight: str = ""
-    offset: int = 0
-    offset_rounded: bool = False
-    eps: str | float = 0.0
-    gate: str = ""
-    activation: str = ""
-    groups: str = ""
-    groups_are_sizes: bool = False
-    none_eps: tuple[float, ...] = ()
-
-    def but(self, **changes: Any) -> Variant:
-        """This variant with some fields changed."""
-        return replace(self, **changes)
-
-    @functools.cached_property
-    def form(self) -> Variant:
-        """What it computes, whatever its attributes are called."""
-        return self.but(weight=self.weight and "weight", eps=0.0, none_eps=(), groups=self.groups and "groups")
-
-    def __str__(self) -> str:
-        if self.gate:
-            return f"gated_{self.gate}_{self.activation}" + ("_grouped" if self.groups else "")
-        if not self.weight:
-            return "weightless"
-        return ("one_plus" if self.offset else self.rounding) + ("_grouped" if self.groups else "")
-
-    def gamma(self, weight: Tensor) -> Tensor:
-        """What the normalised values are multiplied by."""
-        if not self.offset:
-            return weight
-        return (1.0 + weight).float() if self.offset_rounded else 1.0 + weight.float()
-
-    def result_dtype(self, x: torch.dtype, weight: torch.dtype) -> torch.dtype:
-        """The dtype of the original's result, before a gate."""
-        if self.rounding == "fp32_mul":
-            return x
-        if self.rounding == "t5" and weight is not torch.float32:
-            return weight
-        return torch.promote_types(x, torch.float32 if self.offset and not self.offset_rounded else weight)
-
-
-@dataclass(frozen=True)
-class Conditions:
-    """What an instance must be like for its class's proof to hold.
-
-    `pinned` attributes have the proved value, `sizes` are the last dimension, or a tuple of it, `methods` are not overridden by a
-    subclass; `ranks` are those the original treats alike, and a dimension of length one too if `unit_length`.
-    """
-
-    pinned: dict[str, Any] = field(default_factory=dict)
-    sizes: tuple[str, ...] = ()
-    methods: dict[str, Any] = field(default_factory=dict)
-    ranks: tuple[int, ...] = tuple(range(2, 9))
-    unit_length: bool = True
-
-    def guard(self, variant: Variant) -> Callable[[Any, Tensor], bool] | None:
-        """The test at each call; None where nothing needs one."""
-        pinned, sizes, methods = tuple(self.pinned.items()), self.sizes, tuple(self.methods.items())
-        ranks = self.ranks if self.ranks != Conditions.ranks or not self.unit_length else None
-        unit_length = self.unit_length
-        # autocast takes pow and rsqrt to fp32, which shows where the original did not go there itself
-        autocast = variant.rounding == "no_upcast"
-        if not (pinned or sizes or methods or ranks or autocast):
-            return None
-
-        def applies(self: Any, x: Tensor) -> bool:
-            for name, value in pinned:
-                found = getattr(self, name, _MISSING)
-                if type(found) is not type(value) or found != value:
-                    return False
-            for name in sizes:
-                found = getattr(self, name, _MISSING)
-                if found != x.shape[-1:] and (found,) != x.shape[-1:]:
-                    return False
-            for name, method in methods:
-                if getattr(type(self), name, None) is not method:
-                    return False
-            if ranks is not None and (x.dim() not in ranks or not unit_length and x.size(-2) == 1):
-                return False
-            return not (autocast and torch.is_autocast_enabled(x.device.type))
-
-        return applies
 
 
 def fused_forward(
-    original: FunctionType, fallback: FunctionType, variant: Variant, conditions: Conditions, op: RMSNorm, devices: tuple[str, ...]
+    original: FunctionType,
+    fallback: Callable[..., Any],
+    variant: Variant,
+    conditions: Conditions,
+    op: RMSNorm,
+    devices: tuple[str, ...],
 ) -> FunctionType:
     """A forward with the signature of `original` that calls `op` where that is legal, and `fallback` elsewhere."""
     parameters = original.__code__.co_varnames[: original.__code__.co_argcount]
@@ -131,10 +37,10 @@ def fused_forward(
         constant = variant.eps
     none_eps = dict(zip(FLOATS, variant.none_eps, strict=True)) if variant.none_eps else None
     forward = template(fallback, variant, conditions.guard(variant), op, devices, none_eps, constant)
-    forward = renamed(forward, parameters, attributes)
-    functools.update_wrapper(forward, original)
-    forward.__defaults__ = original.__defaults__
-    return forward
+    fused = renamed(forward, parameters, attributes)
+    functools.update_wrapper(fused, original)
+    fused.__defaults__ = original.__defaults__
+    return fused
 
 
 def _norm(variant: Variant, op: RMSNorm) -> Norm:
@@ -170,8 +76,14 @@ def _grouped(variant: Variant, op: RMSNorm) -> Norm:
 
 
 def _weighted(
-    original: Any, variant: Variant, applies: Any, op: RMSNorm, devices: tuple[str, ...], none_eps: Any, constant: float | None
-) -> FunctionType:
+    original: Any,
+    variant: Variant,
+    applies: Any,
+    op: RMSNorm,
+    devices: tuple[str, ...],
+    none_eps: Any,
+    constant: float | None,
+) -> Callable[..., Tensor]:
     norm = _grouped(variant, op) if variant.groups else _norm(variant, op)
     direct = not variant.offset and not variant.groups
 
@@ -202,8 +114,14 @@ def _weighted(
 
 
 def _weightless(
-    original: Any, variant: Variant, applies: Any, op: RMSNorm, devices: tuple[str, ...], none_eps: Any, constant: float | None
-) -> FunctionType:
+    original: Any,
+    variant: Variant,
+    applies: Any,
+    op: RMSNorm,
+    devices: tuple[str, ...],
+    none_eps: Any,
+    constant: float | None,
+) -> Callable[..., Tensor]:
     def forward(self, x):  # type: ignore[no-untyped-def]
         if (
             type(x) in PLAIN
@@ -224,8 +142,14 @@ def _weightless(
 
 
 def _gated(
-    original: Any, variant: Variant, applies: Any, op: RMSNorm, devices: tuple[str, ...], none_eps: Any, constant: float | None
-) -> FunctionType:
+    original: Any,
+    variant: Variant,
+    applies: Any,
+    op: RMSNorm,
+    devices: tuple[str, ...],
+    none_eps: Any,
+    constant: float | None,
+) -> Callable[..., Tensor]:
     compute = _gate_first(variant, op) if variant.gate == "pre" else _gate_last(variant, op)
 
     def forward(self, x, gate):  # type: ignore[no-untyped-def]

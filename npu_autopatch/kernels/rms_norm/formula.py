@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from npu_autopatch.kernels import probing
-from npu_autopatch.kernels.rms_norm_forward import ACTIVATIONS, Variant
+from npu_autopatch.kernels.rms_norm.variant import ACTIVATIONS, Variant
 
 SIZE = 24  # even, to have groups, and unlike any other number in a norm
+INCOMING = 9  # the seed of the gradient that arrives at the output
 EPS = 0.25  # large enough to show at any scale
 # dtypes of input and weight; together they tell every rounding apart
 PAIRS = ((torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16))
@@ -31,15 +32,41 @@ def sample(dtype: torch.dtype, scale: float, seed: int, *shape: int) -> Tensor:
 def exact(form: Variant, seed: int | None, eps: float, groups: int, dtype: torch.dtype, scale: float) -> Tensor:
     """The formula in fp64, on the input of `dtype` and `scale` and the weight `seed`."""
     x, gate = sample(dtype, scale, 0, 2, 3, SIZE).double(), sample(dtype, 1.0, 1, 2, 3, SIZE).double()
-    activation = ACTIVATIONS[form.activation](gate) if form.gate else None
-    normed = _normed(form, x * activation if form.gate == "pre" else x, eps, groups)
-    if seed is not None:
-        normed = normed * (sample(dtype, 1.0, seed, SIZE).double() + form.offset)
-    return normed * activation if form.gate == "post" else normed
+    return _exact(form, x, gate, None if seed is None else sample(dtype, 1.0, seed, SIZE).double(), eps, groups)
+
+
+def _exact(form: Variant, x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, groups: int) -> Tensor:
+    if form.gate == "pre":
+        x = x * ACTIVATIONS[form.activation](gate)
+    normed = _normed(form, x, eps, groups)
+    if weight is not None:
+        normed = normed * (weight + form.offset)
+    return normed * ACTIVATIONS[form.activation](gate) if form.gate == "post" else normed
 
 
 @functools.cache
-def rounded(form: Variant, seed: int | None, eps: float, groups: int, x_dtype: torch.dtype, dtype: torch.dtype) -> Tensor:
+def ulps(
+    form: Variant, seed: int | None, eps: float, groups: int, dtype: torch.dtype, scale: float, of: torch.dtype
+) -> Tensor:
+    """One ulp of the dtype `of` at each value of `exact`."""
+    return probing.ulp(exact(form, seed, eps, groups, dtype, scale), of)
+
+
+@functools.cache
+def gradients(form: Variant, seed: int | None, eps: float, groups: int) -> list[Tensor]:
+    """The gradients of the formula in fp64, for fp32 inputs of scale 1: of input, gate and weight, as there are."""
+    needed = [sample(torch.float32, 1.0, i, 2, 3, SIZE).double().requires_grad_() for i in range(2 if form.gate else 1)]
+    needed += [] if seed is None else [sample(torch.float32, 1.0, seed, SIZE).double().requires_grad_()]
+    normed = _exact(
+        form, needed[0], needed[1] if form.gate else needed[0], None if seed is None else needed[-1], eps, groups
+    )
+    return list(torch.autograd.grad(normed, needed, sample(torch.float32, 1.0, INCOMING, 2, 3, SIZE).double()))
+
+
+@functools.cache
+def rounded(
+    form: Variant, seed: int | None, eps: float, groups: int, x_dtype: torch.dtype, dtype: torch.dtype
+) -> Tensor:
     """The formula with the roundings of `form`, for an input of `x_dtype` and a weight of `dtype`."""
     x, gate = sample(x_dtype, 1.0, 0, 2, 3, SIZE), sample(x_dtype, 1.0, 1, 2, 3, SIZE)
     wide = x if form.rounding == "no_upcast" else x.float()
@@ -56,7 +83,8 @@ def _normed(form: Variant, x: Tensor, eps: float, groups: int) -> Tensor:
     length = x.size(-1)
     size = length if not form.groups or not groups else groups if form.groups_are_sizes else length // groups
     split = x.unflatten(-1, (-1, size))
-    return (split * torch.rsqrt(split.pow(2).mean(-1, keepdim=True) + eps)).flatten(-2)
+    normed: Tensor = split * torch.rsqrt(split.pow(2).mean(-1, keepdim=True) + eps)
+    return normed.flatten(-2)
 
 
 def _round_then_mul(normed: Tensor, gamma: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -94,7 +122,7 @@ def mismatch(form: Variant, seed: int | None, eps: float, groups: int, outcomes:
         if outcome.dtype is not expected.dtype:
             return 1.0
         if outcome.dtype is torch.float32:
-            worst = max(worst, 0.0 if close(outcome, expected.double()) else 1.0)
+            worst = max(worst, 0.0 if close(outcome, expected) else 1.0)
         elif not torch.equal(outcome, expected):
             worst = max(worst, (outcome != expected).double().mean().item())
     return worst
@@ -121,8 +149,10 @@ def measured_eps(form: Variant, seed: int | None, small: Tensor) -> float:
 
 
 def close(got: Tensor, expected: Tensor) -> bool:
-    """Equal but for the order of fp32 operations."""
-    return got.shape == expected.shape and torch.allclose(got.double(), expected, rtol=1e-5, atol=1e-6)
+    """Equal but for the order of fp32 operations; the last word have the ulps of `probing.no_worse`."""
+    if got.shape != expected.shape:
+        return False
+    return (got - expected).abs().max().item() <= 1e-5 * expected.abs().max().item()
 
 
 def why_not(outcome: Tensor, shifted: Tensor, weights: list[Tensor]) -> str:

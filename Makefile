@@ -1,0 +1,48 @@
+# Everything a fresh machine needs: Python 3.10 or newer, make and gcc.
+PYTHON ?= python3
+TORCH := 2.13.0
+VERSIONS := 5.24.0 4.57.6 5.0.0
+ENVS := .venv
+# more than two workers a machine of two cores does not feed
+PYTEST := -m pytest -q -n 2 --dist loadfile
+
+.PHONY: demo test test-virtual-npu test-packaging lint bench clean $(VERSIONS:%=test-%)
+
+demo: $(ENVS)/5.24.0/ready
+	$(ENVS)/5.24.0/bin/npu-autopatch demo
+
+test: lint $(VERSIONS:%=test-%) test-packaging test-virtual-npu
+
+# one environment a version of transformers, the project installed as a user would for development
+$(ENVS)/%/ready: pyproject.toml Makefile
+	$(PYTHON) -m venv $(ENVS)/$*
+	$(ENVS)/$*/bin/python -m pip install -q torch==$(TORCH) transformers==$* -e '.[test]'
+	touch $@
+
+# the real torch_npu: without the stand-in for CANN that the tests build, even `import torch` fails here
+$(ENVS)/virtual_npu/ready: pyproject.toml Makefile
+	$(PYTHON) -m venv $(ENVS)/virtual_npu
+	$(ENVS)/virtual_npu/bin/python -m pip install -q torch==$(TORCH) transformers==5.24.0 pyyaml -e '.[test]'
+	$(ENVS)/virtual_npu/bin/python -m pip install -q --no-deps torch_npu==$(TORCH)
+	touch $@
+
+$(VERSIONS:%=test-%): test-%: $(ENVS)/%/ready
+	$(ENVS)/$*/bin/python $(PYTEST) tests --ignore tests/packaging --ignore tests/virtual_npu
+
+test-packaging: $(ENVS)/5.24.0/ready
+	$(ENVS)/5.24.0/bin/python $(PYTEST) tests/packaging
+
+test-virtual-npu: export NPU_AUTOPATCH_REQUIRE_VIRTUAL_NPU = 1
+test-virtual-npu: $(ENVS)/virtual_npu/ready
+	$(ENVS)/virtual_npu/bin/python $(PYTEST) tests/virtual_npu
+
+lint: $(ENVS)/5.24.0/ready
+	$(ENVS)/5.24.0/bin/ruff check .
+	$(ENVS)/5.24.0/bin/ruff format --check .
+	$(ENVS)/5.24.0/bin/mypy
+
+bench: $(ENVS)/5.24.0/ready
+	$(ENVS)/5.24.0/bin/python -m benchmarks
+
+clean:
+	rm -rf $(ENVS) build dist
