@@ -14,8 +14,18 @@ from typing import Any
 import pytest
 
 PROJECT = Path(__file__).resolve().parents[1]
-_SIZES = {"vocab_size": 97, "hidden_size": 42, "intermediate_size": 58, "num_hidden_layers": 2, "num_attention_heads": 6,
-          "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}  # fmt: skip
+_SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 42,
+    "intermediate_size": 58,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {},
     "Qwen3": {},
@@ -120,7 +130,11 @@ def python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
         hook = PROJECT / "sitecustomize_hook"
         path = [hook / "chain", hook, PROJECT, tmp_path] if started else [PROJECT, tmp_path]
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("NPU_AUTOPATCH", "HF_"))}
-        settings = {"PYTHONPATH": os.pathsep.join(map(str, path)), "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
+        settings = {
+            "PYTHONPATH": os.pathsep.join(map(str, path)),
+            "HF_HUB_OFFLINE": "1",
+            "HF_HOME": str(tmp_path / "hf"),
+        }
         return subprocess.run(
             [sys.executable, "-c", textwrap.dedent(code)],
             env={**kept, **settings, **variables},

@@ -144,10 +144,18 @@ def test_export_holds_the_op(name: str, strict: bool) -> None:
 
 @pytest.mark.parametrize("name", NORMS)
 def test_fake_tensors_have_the_shape_and_dtype_of_real_ones(name: str, fused_calls: Any) -> None:
-    for dtype, weight in ((torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32), (torch.bfloat16, torch.float32)):
+    for dtype, weight in (
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+    ):
         model, x = Two(NORMS[name]).to(weight), torch.randn(2, 3, 8).to(dtype)
         expected = model(x)
-        with npu_autopatch.patched(backend="emulate"), FakeTensorMode(allow_non_fake_inputs=True) as mode, fused_calls() as count:
+        with (
+            npu_autopatch.patched(backend="emulate"),
+            FakeTensorMode(allow_non_fake_inputs=True) as mode,
+            fused_calls() as count,
+        ):
             found = model(mode.from_tensor(x))
         assert (found.shape, found.dtype, found.stride()) == (expected.shape, expected.dtype, expected.stride())
         assert count == {"npu_rms_norm": 2}

@@ -103,7 +103,9 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", NORMS)
-def test_strided_inputs_give_the_same_values_and_gradients(name: str, layout: str, patched: None, fused_calls: Any) -> None:
+def test_strided_inputs_give_the_same_values_and_gradients(
+    name: str, layout: str, patched: None, fused_calls: Any
+) -> None:
     norm = norm_of(NORMS[name])
 
     def run(forward: Any) -> list[torch.Tensor]:

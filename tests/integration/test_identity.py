@@ -32,10 +32,21 @@ def test_a_patched_forward_says_of_itself_what_the_original_says(cls: type[torch
         fused = vars(cls)["forward"]
         assert fused is not original
         assert type(fused) is type(original)
-        for name in ("__name__", "__qualname__", "__module__", "__doc__", "__annotations__", "__defaults__", "__kwdefaults__"):
+        for name in (
+            "__name__",
+            "__qualname__",
+            "__module__",
+            "__doc__",
+            "__annotations__",
+            "__defaults__",
+            "__kwdefaults__",
+        ):
             assert getattr(fused, name) == getattr(original, name), name
         assert inspect.signature(fused) == inspect.signature(original)
-        assert inspect.signature(fused, follow_wrapped=False).parameters.keys() == inspect.signature(original).parameters.keys()
+        assert (
+            inspect.signature(fused, follow_wrapped=False).parameters.keys()
+            == inspect.signature(original).parameters.keys()
+        )
         assert inspect.getfullargspec(fused).args == inspect.getfullargspec(original).args
         assert fused.__code__.co_argcount == original.__code__.co_argcount
         assert fused.__wrapped__ is original
@@ -59,7 +70,10 @@ def test_it_is_called_by_position_and_by_the_originals_keywords(cls: type[torch.
 def test_a_model_is_the_same_object_of_the_same_classes(tiny_model: Any, tokens: Any) -> None:
     model = tiny_model("Qwen3")
     kinds = [type(module) for module in model.modules()]
-    state = {name: (tensor.data_ptr(), tensor.dtype, tensor.requires_grad) for name, tensor in model.state_dict(keep_vars=True).items()}
+    state = {
+        name: (tensor.data_ptr(), tensor.dtype, tensor.requires_grad)
+        for name, tensor in model.state_dict(keep_vars=True).items()
+    }
     text, columns = repr(model), inspect.signature(model.forward)
     attributes = [sorted(vars(module)) for module in model.modules()]
     with npu_autopatch.patched(backend="emulate"):
@@ -67,7 +81,9 @@ def test_a_model_is_the_same_object_of_the_same_classes(tiny_model: Any, tokens:
         assert [type(module) for module in model.modules()] == kinds
         assert all(isinstance(module, kind) for module, kind in zip(model.modules(), kinds, strict=True))
         assert isinstance(model.model.norm, transformers.models.qwen3.modeling_qwen3.Qwen3RMSNorm)
-        assert {n: (t.data_ptr(), t.dtype, t.requires_grad) for n, t in model.state_dict(keep_vars=True).items()} == state
+        assert {
+            n: (t.data_ptr(), t.dtype, t.requires_grad) for n, t in model.state_dict(keep_vars=True).items()
+        } == state
         assert (repr(model), inspect.signature(model.forward)) == (text, columns)
         assert [sorted(vars(module)) for module in model.modules()] == attributes
         assert repr(tiny_model("Qwen3")) == text
@@ -80,7 +96,13 @@ def test_modules_and_bound_methods_are_pickled_and_copied_across_the_patch(fused
         inside = pickle.dumps(norm)
         assert inside == before
         method = pickle.dumps(norm.forward)
-        copies = [copy.deepcopy(norm), copy.copy(norm), pickle.loads(before), copy.deepcopy(norm.forward), pickle.loads(method)]
+        copies = [
+            copy.deepcopy(norm),
+            copy.copy(norm),
+            pickle.loads(before),
+            copy.deepcopy(norm.forward),
+            pickle.loads(method),
+        ]
         with fused_calls() as count:
             for each in copies:
                 torch.testing.assert_close(each(x), norm(x))

@@ -71,7 +71,9 @@ def test_ia3_and_prompt_tuning_give_the_same_logits(tiny_model: Any, tokens: Any
         torch.manual_seed(11)
         return peft.get_peft_model(tiny_model("Llama"), config)(tokens).logits
 
-    ia3 = peft.IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
+    ia3 = peft.IA3Config(
+        task_type="CAUSAL_LM", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]
+    )
     prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     for config in (ia3, prompts):
         expected = logits(config)

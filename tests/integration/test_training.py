@@ -12,7 +12,9 @@ import npu_autopatch
 STEPS = 3
 
 
-def train(model: Any, tokens: torch.Tensor, checkpointing: dict[str, Any] | None = None) -> tuple[list[float], dict[str, torch.Tensor]]:
+def train(
+    model: Any, tokens: torch.Tensor, checkpointing: dict[str, Any] | None = None
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses of three steps, and the weights after."""
     model.train()
     if checkpointing is not None:
@@ -31,7 +33,9 @@ def train(model: Any, tokens: torch.Tensor, checkpointing: dict[str, Any] | None
 
 
 @pytest.mark.parametrize("family", ["Gemma2", "Qwen3"])
-@pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": True}, {"use_reentrant": False}], ids=["plain", "reentrant", "not"])
+@pytest.mark.parametrize(
+    "checkpointing", [None, {"use_reentrant": True}, {"use_reentrant": False}], ids=["plain", "reentrant", "not"]
+)
 def test_three_steps_equal_the_unpatched(
     family: str, checkpointing: Any, tiny_model: Any, tokens: Any, fused_calls: Any, norms: dict[str, int]
 ) -> None:
@@ -39,7 +43,10 @@ def test_three_steps_equal_the_unpatched(
     with npu_autopatch.patched(backend="emulate"), fused_calls() as count:
         found, changed = train(tiny_model(family), tokens, checkpointing)
     recomputed = norms[family] - 1 if checkpointing else 0  # all but the last norm
-    assert count == {"npu_rms_norm": STEPS * (norms[family] + recomputed), "npu_rms_norm_backward": STEPS * norms[family]}
+    assert count == {
+        "npu_rms_norm": STEPS * (norms[family] + recomputed),
+        "npu_rms_norm_backward": STEPS * norms[family],
+    }
     torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), rtol=1e-5, atol=1e-5)
     assert changed.keys() == weights.keys()
     for name, weight in weights.items():
@@ -53,7 +60,9 @@ def test_greedy_generation_with_a_cache_gives_the_same_tokens(
     family: str, tiny_model: Any, tokens: Any, fused_calls: Any, norms: dict[str, int]
 ) -> None:
     def generate() -> Any:
-        return tiny_model(family).generate(tokens, max_new_tokens=8, do_sample=False, use_cache=True, attention_mask=tokens.ne(0))
+        return tiny_model(family).generate(
+            tokens, max_new_tokens=8, do_sample=False, use_cache=True, attention_mask=tokens.ne(0)
+        )
 
     expected = generate()
     with npu_autopatch.patched(backend="emulate"), fused_calls() as count:
@@ -105,7 +114,9 @@ def test_autocast_gives_every_module_the_dtype_it_gave(
 
 
 @pytest.mark.parametrize("frozen", ["norm", "all but the norms"])
-def test_frozen_weights_get_no_gradient_and_the_others_the_same(frozen: str, tiny_model: Any, tokens: Any, fused_calls: Any) -> None:
+def test_frozen_weights_get_no_gradient_and_the_others_the_same(
+    frozen: str, tiny_model: Any, tokens: Any, fused_calls: Any
+) -> None:
     def gradients() -> dict[str, Any]:
         model = tiny_model("Gemma2")
         for name, parameter in model.named_parameters():
@@ -125,7 +136,9 @@ def test_frozen_weights_get_no_gradient_and_the_others_the_same(frozen: str, tin
             torch.testing.assert_close(found[name], grad, rtol=1e-3, atol=1e-3 * grad.abs().max().item(), msg=name)
 
 
-def test_a_teacher_and_a_student_differ_by_the_block_they_run_in(tiny_model: Any, tokens: Any, fused_calls: Any) -> None:
+def test_a_teacher_and_a_student_differ_by_the_block_they_run_in(
+    tiny_model: Any, tokens: Any, fused_calls: Any
+) -> None:
     teacher, student = tiny_model("Llama"), tiny_model("Qwen3")
     with fused_calls() as count:
         with torch.no_grad():

@@ -81,7 +81,11 @@ def test_a_wrapt_wrapper_is_left_alone_and_named() -> None:
 
 
 def test_a_class_in_place_of_the_models_is_left_alone_and_named() -> None:
-    replaced = type("LigerRMSNorm", (torch.nn.Module,), {"__module__": "their_kernels.norms", "forward": theirs(THEIR_FORWARD).forward})
+    replaced = type(
+        "LigerRMSNorm",
+        (torch.nn.Module,),
+        {"__module__": "their_kernels.norms", "forward": theirs(THEIR_FORWARD).forward},
+    )
     modeling_llama.LlamaRMSNorm = replaced
     with npu_autopatch.patched(backend="emulate"):
         assert modeling_llama.LlamaRMSNorm is replaced

@@ -23,8 +23,8 @@ SCENARIO = """
     {between}
     from transformers import Qwen3Config, Qwen3ForCausalLM, AutoModelForCausalLM
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm as held_elsewhere
-    config = Qwen3Config(vocab_size=97, hidden_size=42, intermediate_size=58, num_hidden_layers=2, num_attention_heads=6,
-                         num_key_value_heads=2, head_dim=8)
+    config = Qwen3Config(vocab_size=97, hidden_size=42, intermediate_size=58, num_hidden_layers=2,
+                         num_attention_heads=6, num_key_value_heads=2, head_dim=8)
     models = [Qwen3ForCausalLM(config), AutoModelForCausalLM.from_config(config)]
     norm = held_elsewhere(8)
 
@@ -55,7 +55,9 @@ def test_enable_reaches_models_imported_after_it(when: str, python: Callable[...
 
 
 @pytest.mark.parametrize("first", ["transformers", "peft"])
-def test_the_environment_reaches_models_whatever_is_imported_first(first: str, python: Callable[..., Any], norms: Any) -> None:
+def test_the_environment_reaches_models_whatever_is_imported_first(
+    first: str, python: Callable[..., Any], norms: Any
+) -> None:
     code = SCENARIO.format(first=first, before="", between="")
     done = python(code, started=True, NPU_AUTOPATCH="1", NPU_AUTOPATCH_BACKEND="emulate")
     assert done.stdout.strip() == str(2 * norms["Qwen3"] + 1), done.stderr
@@ -89,7 +91,9 @@ def test_a_norm_another_family_shares_is_patched_once(python: Callable[..., Any]
 
 
 @pytest.mark.parametrize("build", ["direct", "from_config", "model_init", "deepcopy"])
-def test_every_way_of_building_a_model_is_reached(build: str, tiny_model: Any, tokens: Any, fused_calls: Any, norms: Any) -> None:
+def test_every_way_of_building_a_model_is_reached(
+    build: str, tiny_model: Any, tokens: Any, fused_calls: Any, norms: Any
+) -> None:
     import copy
 
     with npu_autopatch.patched(backend="emulate"):
@@ -98,7 +102,8 @@ def test_every_way_of_building_a_model_is_reached(build: str, tiny_model: Any, t
             model = transformers.AutoModelForCausalLM.from_config(model.config)
         elif build == "model_init":
             trainer = transformers.Trainer(
-                model_init=lambda: tiny_model("Qwen3"), args=transformers.TrainingArguments(use_cpu=True, report_to="none")
+                model_init=lambda: tiny_model("Qwen3"),
+                args=transformers.TrainingArguments(use_cpu=True, report_to="none"),
             )
             model = trainer.model
         elif build == "deepcopy":
@@ -133,7 +138,9 @@ def test_classes_imported_by_name_before_are_reached(fused_calls: Any) -> None:
     assert count == {"npu_rms_norm": 3}
 
 
-def test_saved_and_loaded_models_are_reached(tiny_model: Any, tokens: Any, fused_calls: Any, tmp_path: Path, norms: Any) -> None:
+def test_saved_and_loaded_models_are_reached(
+    tiny_model: Any, tokens: Any, fused_calls: Any, tmp_path: Path, norms: Any
+) -> None:
     model = tiny_model("Llama")
     model.save_pretrained(tmp_path)
     with npu_autopatch.patched(backend="emulate"), fused_calls() as count:
@@ -142,7 +149,9 @@ def test_saved_and_loaded_models_are_reached(tiny_model: Any, tokens: Any, fused
     assert count == {"npu_rms_norm": 2 * norms["Llama"]}
 
 
-def test_the_pipelines_of_a_subclassed_model_are_reached(tiny_model: Any, tokens: Any, fused_calls: Any, norms: Any) -> None:
+def test_the_pipelines_of_a_subclassed_model_are_reached(
+    tiny_model: Any, tokens: Any, fused_calls: Any, norms: Any
+) -> None:
     class Mine(transformers.LlamaForCausalLM):
         pass
 

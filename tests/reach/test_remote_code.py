@@ -131,8 +131,16 @@ def test_both_files_of_remote_code_are_patched(load: Callable[[Path], Any], save
     with npu_autopatch.patched(backend="emulate"):
         model = load(saved)
         assert calls(model, fused_calls) == {"npu_rms_norm": 2}
-        rows = {row.name.rpartition(".")[2]: row for row in npu_autopatch.report().sites if row.module == type(model.first).__module__}
-        rows |= {row.name.rpartition(".")[2]: row for row in npu_autopatch.report().sites if row.module == type(model.second).__module__}
+        rows = {
+            row.name.rpartition(".")[2]: row
+            for row in npu_autopatch.report().sites
+            if row.module == type(model.first).__module__
+        }
+        rows |= {
+            row.name.rpartition(".")[2]: row
+            for row in npu_autopatch.report().sites
+            if row.module == type(model.second).__module__
+        }
         assert {name: (row.state, row.variant) for name, row in rows.items()} == {
             "Evener": ("patched", "fp32_mul"),
             "Scaler": ("patched", "round_then_mul"),
@@ -188,11 +196,15 @@ def test_a_site_of_remote_code_is_skipped_by_its_family(folder: Path, fused_call
 
 
 def test_the_loader_of_remote_code_is_itself_again_after_a_block() -> None:
-    holders = [module for module in list(sys.modules.values()) if "get_class_in_module" in getattr(module, "__dict__", {})]
+    holders = [
+        module for module in list(sys.modules.values()) if "get_class_in_module" in getattr(module, "__dict__", {})
+    ]
     before = [vars(module)["get_class_in_module"] for module in holders]
     with npu_autopatch.patched(backend="emulate"):
         assert dynamic_module_utils.get_class_in_module is not before[holders.index(dynamic_module_utils)]
-    assert all(vars(module)["get_class_in_module"] is original for module, original in zip(holders, before, strict=True))
+    assert all(
+        vars(module)["get_class_in_module"] is original for module, original in zip(holders, before, strict=True)
+    )
 
 
 def test_errors_of_remote_code_stay_its_own(folder: Path) -> None:

@@ -9,15 +9,16 @@ from typing import Any
 
 BREAK_GEMMA2 = """
     import sys
-    from npu_autopatch.kernels import rms_norm
-    prove = rms_norm.RMSNormKernel.prove
+    from npu_autopatch.kernels import load
+    kernel = type(load("rms_norm"))
+    prove = kernel.prove
 
     def fail(self, site, devices):
         if "gemma2" in site.name:
             raise ZeroDivisionError("of the kernel")
         return prove(self, site, devices)
 
-    rms_norm.RMSNormKernel.prove = fail
+    kernel.prove = fail
     from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
     print(hasattr(Gemma2RMSNorm.forward, "__npu_autopatch__"), hasattr(LlamaRMSNorm.forward, "__npu_autopatch__"))
@@ -45,7 +46,9 @@ def test_a_failing_kernel_is_one_line_and_the_next_model_is_patched(python: Call
 
 
 def test_strict_lets_the_error_through(python: Callable[..., Any]) -> None:
-    done = python(BREAK_GEMMA2, started=True, NPU_AUTOPATCH="1", NPU_AUTOPATCH_BACKEND="emulate", NPU_AUTOPATCH_STRICT="1")
+    done = python(
+        BREAK_GEMMA2, started=True, NPU_AUTOPATCH="1", NPU_AUTOPATCH_BACKEND="emulate", NPU_AUTOPATCH_STRICT="1"
+    )
     assert done.returncode == 1
     assert "ZeroDivisionError: of the kernel" in done.stderr
     assert "PatchError: transformers.models.gemma2.modeling_gemma2 was not patched and is as it was" in done.stderr
@@ -69,7 +72,8 @@ def test_without_torch_npu_the_models_are_untouched_and_the_line_says_so(python:
         import sys
         sys.modules["torch_npu"] = None
         import importlib.util
-        importlib.util.find_spec = lambda name, *rest, find=importlib.util.find_spec: None if name == "torch_npu" else find(name, *rest)
+        find = importlib.util.find_spec
+        importlib.util.find_spec = lambda name, *rest: None if name == "torch_npu" else find(name, *rest)
         from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
         from transformers.models.llama.modeling_llama import LlamaRMSNorm
         print(hasattr(Gemma2RMSNorm.forward, "__npu_autopatch__"), hasattr(LlamaRMSNorm.forward, "__npu_autopatch__"))

@@ -14,11 +14,24 @@ from transformers.models.gpt2 import modeling_gpt2
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 import npu_autopatch
-from npu_autopatch.kernels import rms_norm
+from npu_autopatch.kernels import load
 from npu_autopatch.patcher import PatchError
 from npu_autopatch.reporting import STATES, Report, Row
 
-FAMILIES = ("llama", "t5", "mamba2", "cohere2", "gemma3n", "deepseek_v3", "glm4", "zamba2", "llama4", "olmo", "idefics3", "qwen2_vl")
+FAMILIES = (
+    "llama",
+    "t5",
+    "mamba2",
+    "cohere2",
+    "gemma3n",
+    "deepseek_v3",
+    "glm4",
+    "zamba2",
+    "llama4",
+    "olmo",
+    "idefics3",
+    "qwen2_vl",
+)
 
 
 def rows_of(module: Any, report: Any = None) -> dict[str, Row]:
@@ -33,7 +46,9 @@ def test_every_rms_norm_of_a_module_has_a_row(family: str) -> None:
     norms = {
         f"{family}.{cls.__name__}"
         for cls in own
-        if issubclass(cls, torch.nn.Module) and "rmsnorm" in cls.__name__.lower().replace("_", "") and "forward" in vars(cls)
+        if issubclass(cls, torch.nn.Module)
+        and "rmsnorm" in cls.__name__.lower().replace("_", "")
+        and "forward" in vars(cls)
     }
     with npu_autopatch.patched(backend="emulate"):
         rows = rows_of(module)
@@ -65,7 +80,10 @@ def test_json_has_every_site_and_the_surroundings() -> None:
     }
     assert "rms_norm" in whole["settings"]["kernels"]
     assert whole["versions"].keys() >= {"npu-autopatch", "transformers", "torch", "torch_npu", "wrapt"}
-    assert whole["versions"]["torch"] == torch.__version__.partition("+")[0] or whole["versions"]["torch"] == torch.__version__
+    assert (
+        whole["versions"]["torch"] == torch.__version__.partition("+")[0]
+        or whole["versions"]["torch"] == torch.__version__
+    )
 
 
 def test_a_skipped_site_names_the_pattern() -> None:
@@ -82,7 +100,9 @@ def test_a_skipped_site_names_the_pattern() -> None:
     assert "gemma2" in rows["gemma2.Gemma2RMSNorm"].reason
 
 
-def test_a_model_without_rms_norms_is_left_alone_without_a_row(tiny_model: Any, tokens: Any, fused_calls: Any, capfd: Any) -> None:
+def test_a_model_without_rms_norms_is_left_alone_without_a_row(
+    tiny_model: Any, tokens: Any, fused_calls: Any, capfd: Any
+) -> None:
     def forwards() -> dict[str, Any]:
         return {name: getattr(value, "forward", value) for name, value in vars(modeling_gpt2).items()}
 
@@ -103,7 +123,8 @@ def test_a_model_without_rms_norms_is_left_alone_without_a_row(tiny_model: Any, 
 def broken_at_the_third_site(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[bool], list[str]]:
     """A modeling module with four norms, the third of which the kernel fails to prove; whether; what it was asked."""
     module = importlib.import_module("transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe")
-    prove, failing, order = rms_norm.RMSNormKernel.prove, [True], []
+    kernel = type(load("rms_norm"))
+    prove, failing, order = kernel.prove, [True], []
 
     def fail_at_the_third(self: Any, site: Any, devices: Any) -> Any:
         if site.module == module.__name__:
@@ -112,7 +133,7 @@ def broken_at_the_third_site(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list
                 raise ZeroDivisionError("of the kernel")
         return prove(self, site, devices)
 
-    monkeypatch.setattr(rms_norm.RMSNormKernel, "prove", fail_at_the_third)
+    monkeypatch.setattr(kernel, "prove", fail_at_the_third)
     return module, failing, order
 
 
@@ -140,7 +161,14 @@ def test_the_table_fits_80_columns_and_keeps_every_word() -> None:
     rows = [
         Row("m", "qwen3_next.Qwen3NextRMSNormGated", "rms_norm", "gated_post_silu", "patched"),
         Row("m", "some_very_long_family.SomeVeryLongFamilyVisionRMSNorm", "rms_norm", "", "refused", reason),
-        Row("m", "x.Y", "rms_norm", "", "failed", "Traceback (most recent call last):\n  ...\nKeyError: '[bold]a[/bold]'\n"),
+        Row(
+            "m",
+            "x.Y",
+            "rms_norm",
+            "",
+            "failed",
+            "Traceback (most recent call last):\n  ...\nKeyError: '[bold]a[/bold]'\n",
+        ),
         Row("m", "x.Z", "rms_norm", "", "skipped", "by the pattern [xy]* of NPU_AUTOPATCH_SKIP or skip="),
         Row("m", "x.F", "", "", "foreign", "already patched by liger_kernel.transformers.monkey_patch"),
     ]
@@ -169,7 +197,10 @@ def test_str_is_the_table_and_the_summary(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_enabled_and_nothing_patched_is_a_line_of_its_own() -> None:
-    assert Report().summary() == "enabled, but nothing was patched: no site was found in the modeling modules imported so far"
+    assert (
+        Report().summary()
+        == "enabled, but nothing was patched: no site was found in the modeling modules imported so far"
+    )
     refused = [Row("m", f"x.N{i}", "rms_norm", "", "refused", "torch_npu is not installed") for i in range(3)]
     assert Report(refused).summary() == "enabled, but nothing was patched: 3 of 3 sites torch_npu is not installed"
     assert "x.N0: torch_npu is not installed" in Report(refused[:1]).summary()

@@ -34,7 +34,9 @@ def test_environment_and_arguments_mean_the_same(asked: str, chosen: tuple[str, 
 
 
 def test_lists_mean_what_strings_mean() -> None:
-    assert Settings.of(KNOWN, ["moe", "rms_norm"], ["qwen3", "glm4*"]) == Settings.of(KNOWN, "moe,rms_norm", "qwen3,glm4*")
+    assert Settings.of(KNOWN, ["moe", "rms_norm"], ["qwen3", "glm4*"]) == Settings.of(
+        KNOWN, "moe,rms_norm", "qwen3,glm4*"
+    )
     assert Settings.of(KNOWN, (name for name in ("all", "-moe"))) == Settings.of(KNOWN, "all,-moe")
 
 
@@ -95,7 +97,7 @@ def test_the_environment_is_named_where_it_is_wrong() -> None:
 
 @pytest.mark.parametrize("call", [npu_autopatch.enable, lambda **wrong: npu_autopatch.patched(**wrong).__enter__()])
 def test_the_public_calls_refuse_with_the_same_sentence(call) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(SettingsError, match="kernel 'nope' is unknown: choose .*all.*rms_norm"):
+    with pytest.raises(SettingsError, match=r"kernel 'nope' is unknown: choose .*all.*rms_norm"):
         call(kernels="nope")
     with pytest.raises(SettingsError, match="backend 'cuda' is unknown: choose npu or emulate"):
         call(backend="cuda")

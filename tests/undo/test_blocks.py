@@ -40,7 +40,10 @@ def all_is_as_it_was() -> Iterator[None]:
 def test_a_block_patches_inside_and_restores_outside() -> None:
     with block() as report:
         assert are_patched() == [True, True, True]
-        assert {row.name for row in report.sites if row.state == "patched"} >= {"llama.LlamaRMSNorm", "qwen3.Qwen3RMSNorm"}
+        assert {row.name for row in report.sites if row.state == "patched"} >= {
+            "llama.LlamaRMSNorm",
+            "qwen3.Qwen3RMSNorm",
+        }
     assert are_patched() == [False, False, False]
 
 

@@ -40,8 +40,15 @@ def torch_state() -> dict[str, Any]:
         "default device": torch.get_default_device(),
         "grad": torch.is_grad_enabled(),
         "inference": torch.is_inference_mode_enabled(),
-        "autocast": (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()),
-        "deterministic": (torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory),
+        "autocast": (
+            torch.is_autocast_enabled("cpu"),
+            torch.get_autocast_dtype("cpu"),
+            torch.is_autocast_cache_enabled(),
+        ),
+        "deterministic": (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.utils.deterministic.fill_uninitialized_memory,
+        ),
         "dispatch modes": _len_torch_dispatch_stack(),
         "function modes": torch._C._len_torch_function_stack(),
         "torch function": torch._C._is_torch_function_enabled(),
@@ -69,7 +76,13 @@ def test_nothing_differs_after_a_block() -> None:
     after = attributes(), list(sys.meta_path), dict(sys.modules), sys.path[:], torch_state(), generators()
     changed = {key for key in inside if inside[key] is not before[0].get(key)}
     assert {key[-1] for key in changed} == {"forward"}
-    assert {key[-2] for key in changed} == {"LlamaRMSNorm", "Qwen3RMSNorm", "Gemma2RMSNorm", "Qwen3NextRMSNorm", "Qwen3NextRMSNormGated"}
+    assert {key[-2] for key in changed} == {
+        "LlamaRMSNorm",
+        "Qwen3RMSNorm",
+        "Gemma2RMSNorm",
+        "Qwen3NextRMSNorm",
+        "Qwen3NextRMSNormGated",
+    }
     assert after[0].keys() == before[0].keys()
     assert [key for key in after[0] if after[0][key] is not before[0][key]] == []
     assert all(mine is theirs for mine, theirs in zip(after[1], before[1], strict=True))
@@ -108,7 +121,9 @@ SURROUNDINGS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize("surroundings", SURROUNDINGS)
-def test_patching_at_import_sees_and_leaves_the_users_torch(surroundings: str, import_anew: Callable[[str], Any]) -> None:
+def test_patching_at_import_sees_and_leaves_the_users_torch(
+    surroundings: str, import_anew: Callable[[str], Any]
+) -> None:
     with npu_autopatch.patched(backend="emulate"):
         with SURROUNDINGS[surroundings]():
             before = torch_state(), generators()
