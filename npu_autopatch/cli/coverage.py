@@ -6,6 +6,7 @@ import argparse
 import difflib
 import json
 import os
+import textwrap
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -14,7 +15,7 @@ from typing import Any
 
 from npu_autopatch import finder
 from npu_autopatch.cli import child
-from npu_autopatch.cli.sites import beside, listing, matches
+from npu_autopatch.cli.sites import listing, matches
 from npu_autopatch.cli.terminal import CommandError, console, progress
 from npu_autopatch.kernels import REGISTRY
 from npu_autopatch.reporting import FAILED, PATCHED, REFUSED, STATES, Row
@@ -140,8 +141,18 @@ def _print(coverage: Coverage, rows: list[Row], refused: bool) -> None:
         screen.print(listing((row for row in rows if row.state == FAILED), screen.width))
     if coverage.not_imported:
         screen.print(f"\n[bold]Not imported[/] {len(coverage.not_imported)}")
-        pairs = [(failure["module"].split(".", 2)[2], failure["reason"]) for failure in coverage.not_imported]
-        screen.print(beside(pairs, screen.width))
+        screen.print(_by_reason(coverage.not_imported, screen.width), markup=False)
     total = counts["total"]
     summed = [f"{name} {total[name, PATCHED]} patched, {total[name, REFUSED]} refused" for name in kernels]
     screen.print(f"\n{'; '.join(summed) or 'no site found'}")
+
+
+def _by_reason(not_imported: list[dict[str, str]], width: int) -> str:
+    modules: dict[str, list[str]] = defaultdict(list)
+    for failure in not_imported:
+        modules[failure["reason"]].append(failure["module"].rpartition(".")[2])
+    lines = []
+    for reason, names in modules.items():
+        lines += textwrap.wrap(f"{reason} ({len(names)})", width, initial_indent="  ", subsequent_indent="  ")
+        lines += textwrap.wrap(", ".join(names), width, initial_indent="    ", subsequent_indent="    ")
+    return "\n".join(lines)

@@ -11,6 +11,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from npu_autopatch.cli import coverage
+
 from .conftest import WITHOUT_CANN
 
 
@@ -39,6 +43,17 @@ def test_everything_as_json(command: Callable[..., object]) -> None:
         assert missing["module"].startswith("transformers.models.") and re.match(r"\w+: ", missing["reason"])
     modules = {site["module"] for site in whole["sites"]}
     assert not modules & {missing["module"] for missing in whole["not_imported"]}
+
+
+def test_modules_that_need_other_packages_are_listed_by_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    flax, tensorflow = (f"ModuleNotFoundError: No module named {name!r}" for name in ("flax", "tensorflow"))
+    modules = [f"transformers.models.m{n}.modeling_{n}" for n in range(60)]
+    missing = [{"module": name, "reason": (flax, tensorflow)[n % 2]} for n, name in enumerate(modules)]
+    coverage._print(coverage.Coverage({"sites": [], "versions": {"transformers": "5"}}, missing), [], refused=False)
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    assert f"{flax} (30)" in out and f"{tensorflow} (30)" in out and "Not imported 60" in out
+    assert all(f"modeling_{n}" in out for n in range(60))
 
 
 def test_without_ops_nothing_is_patched_and_that_is_a_failure(
