@@ -47,7 +47,8 @@ def instances_with_own_forward(classes: Iterable[type]) -> dict[type, Counter[st
     wanted = tuple(classes)
     found: dict[type, Counter[str]] = {}
     if wanted:
-        for thing in gc.get_objects():
+        # Not get_objects(): it shares out the tuples that other threads are building, which breaks them (bpo-15108).
+        for thing in gc.get_referrers(*wanted):
             # type() and not isinstance(): that would wake lazy objects
             if type(thing) in wanted and "forward" in thing.__dict__:
                 found.setdefault(type(thing), Counter())[_home(thing.__dict__["forward"])] += 1

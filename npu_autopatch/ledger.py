@@ -40,12 +40,14 @@ class Slot:
 class Ledger:
     """All slots in the order they were changed.
 
-    `changing` is held while slots are set or put back, never while a site is probed: probing may import.
+    `changing` is held while slots are set or put back, never while a site is probed: probing may import. Whoever
+    probed compares `changes` under it, the number of slots set or put back so far.
     """
 
     def __init__(self) -> None:
         self._slots: list[Slot] = []
         self.changing = threading.Lock()
+        self.changes = 0
 
     def __iter__(self) -> Iterator[Slot]:
         return iter(list(self._slots))
@@ -63,6 +65,7 @@ class Ledger:
         slot = Slot(owner, attribute, vars(owner).get(attribute, _ABSENT), replacement, site, {holder})
         setattr(owner, attribute, replacement)
         self._slots.append(slot)
+        self.changes += 1
         return slot
 
     def release(self, holder: object) -> list[tuple[Slot, Any]]:
@@ -73,7 +76,9 @@ class Ledger:
                 slot.holders.discard(holder)
                 if not slot.holders and (found := slot.restore()) is not None:
                     foreign.append((slot, found))
-            self._slots = [slot for slot in self._slots if slot.holders]
+            kept = [slot for slot in self._slots if slot.holders]
+            self.changes += len(self._slots) - len(kept)
+            self._slots = kept
         return foreign
 
     def roll_back(self, slots: list[Slot]) -> None:
@@ -81,3 +86,4 @@ class Ledger:
         for slot in reversed(slots):
             slot.restore()
             self._slots.remove(slot)
+            self.changes += 1

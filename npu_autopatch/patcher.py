@@ -33,19 +33,25 @@ def patch_module(module: ModuleType, kernels: Iterable[Kernel], settings: Settin
     site: Site | None = None
     kernel_name = ""
     try:
-        with probing.undisturbed():
-            for kernel in kernels:
-                kernel_name, site = kernel.name, None
-                for site in kernel.find(module):
-                    row, replacement = _decide(site, kernel, settings, ledger)
-                    rows.append(row)
-                    if replacement is not None:
-                        planned.append((site, replacement))
-        rows += _replaced_classes(module)
-        _apply(planned, ledger, holder)
+        while True:
+            rows.clear()
+            planned.clear()
+            changes = ledger.changes
+            with probing.undisturbed():
+                for kernel in kernels:
+                    kernel_name, site = kernel.name, None
+                    for site in kernel.find(module):
+                        row, replacement = _decide(site, kernel, settings, ledger)
+                        rows.append(row)
+                        if replacement is not None:
+                            planned.append((site, replacement))
+            rows += _replaced_classes(module)
+            with ledger.changing:
+                if ledger.changes == changes:  # or else another thread's patches may have been taken for the original
+                    _apply(planned, ledger, holder)
+                    return rows
     except Exception as error:
         raise PatchError(module.__name__, _failed(module, rows, site, kernel_name)) from error
-    return rows
 
 
 def _decide(site: Site, kernel: Kernel, settings: Settings, ledger: Ledger) -> tuple[Row, Any]:
@@ -72,19 +78,16 @@ def _decide(site: Site, kernel: Kernel, settings: Settings, ledger: Ledger) -> t
 
 
 def _apply(planned: list[tuple[Site, Any]], ledger: Ledger, holder: object) -> None:
-    with ledger.changing:
-        done: list[Slot] = []
-        try:
-            for site, replacement in planned:
-                # Other threads may have set the slot since it was proved, or given up the one that was found.
-                if (slot := ledger.find(site.owner, site.attribute)) is not None:
-                    slot.holders.add(holder)
-                else:
-                    function = replacement.replacement if isinstance(replacement, Slot) else replacement
-                    done.append(ledger.apply(site.owner, site.attribute, function, site.name, holder))
-        except BaseException:
-            ledger.roll_back(done)
-            raise
+    done: list[Slot] = []
+    try:
+        for site, replacement in planned:
+            if isinstance(replacement, Slot):
+                replacement.holders.add(holder)
+            else:
+                done.append(ledger.apply(site.owner, site.attribute, replacement, site.name, holder))
+    except BaseException:
+        ledger.roll_back(done)
+        raise
 
 
 def _replaced_classes(module: ModuleType) -> list[Row]:
