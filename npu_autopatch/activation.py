@@ -61,7 +61,9 @@ def disable() -> None:
 
 
 @contextmanager
-def patched(kernels: str | Iterable[str] = "all", skip: str | Iterable[str] = (), backend: str = "npu") -> Iterator[Report]:
+def patched(
+    kernels: str | Iterable[str] = "all", skip: str | Iterable[str] = (), backend: str = "npu"
+) -> Iterator[Report]:
     """Patch as `enable` does, and restore exactly on exit. Gives the report as it is on entry."""
     activation = _begin(Activation(Settings.of(REGISTRY, kernels, skip, backend)))
     try:
@@ -78,7 +80,8 @@ def report() -> Report:
     for cls, homes in foreign.instances_with_own_forward(classes).items():
         row = next(row for row in rows if row.module == cls.__module__ and row.name.endswith(f".{cls.__name__}"))
         for home, count in homes.items():
-            words = f"{count} live instance{'s have a forward' if count > 1 else ' has a forward'} of its own, from {home}"
+            have = "instances have" if count > 1 else "instance has"
+            words = f"{count} live {have} a forward of its own, from {home}"
             rows.append(Row(row.module, f"{row.name} (instance)", row.kernel, "", FOREIGN, words))
     settings = _active[-1].settings if _active else _last_settings
     return Report(rows, _described(settings), {name: _version(name) for name in _PACKAGES})
@@ -117,7 +120,8 @@ def _begin(activation: Activation) -> Activation:
     settings = _last_settings = activation.settings
     for other in _active:
         if other.settings.backend != settings.backend:
-            raise SettingsError(f"backend {settings.backend!r} cannot join {other.settings.backend!r}: call disable() first")
+            both = f"{settings.backend!r} cannot join {other.settings.backend!r}"
+            raise SettingsError(f"backend {both}: call disable() first")
     if settings.backend == "emulate":
         from npu_autopatch import emulator
         from npu_autopatch.ops.capability import load_torch_npu
@@ -143,7 +147,8 @@ def _begin(activation: Activation) -> Activation:
 def _end(activation: Activation) -> None:
     _active.remove(activation)
     for slot, found in _ledger.release(activation):
-        key = next((key for key in _rows if slot.site and key[1] == slot.site and key[0] == slot.owner.__module__), None)
+        module = getattr(slot.owner, "__module__", "")
+        key = next((key for key in _rows if slot.site and key[:2] == (module, slot.site)), None)
         if key is not None:
             who = getattr(found, "__module__", None) or type(found).__module__
             _note(Row(*key, _rows[key].variant, FOREIGN, f"patched over by {who} and left alone"))

@@ -41,7 +41,7 @@ class ModelingFinder:
             return None
         self._searching.add(key)
         try:
-            spec = self._ask_the_others(fullname, path, target)
+            spec = self._ask_the_others(fullname, path, target)  # type: ignore[no-untyped-call]
         finally:
             self._searching.discard(key)
         if spec is None or not hasattr(spec.loader, "exec_module"):

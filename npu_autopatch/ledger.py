@@ -15,7 +15,8 @@ class Slot:
     """One attribute of a class or module that holds a replacement.
 
     `original` is the raw old value as it stood in the owner's namespace, or a mark that the owner had none of
-    its own (it inherited one). `holders` are the activations that want the replacement in place.
+    its own (it inherited one). `site` and `kernel` name what it serves, empty for what is no site. `holders` are
+    the activations that want the replacement in place.
     """
 
     owner: Any
@@ -24,6 +25,7 @@ class Slot:
     replacement: Any
     site: str
     holders: set[object] = field(default_factory=set)
+    kernel: str = ""
 
     def restore(self) -> Any:
         """Put the old value back; the foreign value found instead of our replacement, or None."""
@@ -60,9 +62,9 @@ class Ledger:
                 return slot
         return None
 
-    def apply(self, owner: Any, attribute: str, replacement: Any, site: str, holder: object) -> Slot:
+    def apply(self, owner: Any, attribute: str, replacement: Any, site: str, holder: object, kernel: str = "") -> Slot:
         """Set the slot and record what it held."""
-        slot = Slot(owner, attribute, vars(owner).get(attribute, _ABSENT), replacement, site, {holder})
+        slot = Slot(owner, attribute, vars(owner).get(attribute, _ABSENT), replacement, site, {holder}, kernel)
         setattr(owner, attribute, replacement)
         self._slots.append(slot)
         self.changes += 1

@@ -12,7 +12,7 @@ import wrapt
 from npu_autopatch.finder import complain, remove
 
 
-class AnnouncingLoader(wrapt.ObjectProxy):  # type: ignore[misc]
+class AnnouncingLoader(wrapt.ObjectProxy):  # type: ignore[misc, type-arg]
     """Any loader, which announces a module after it was executed. `isinstance` still sees the real one."""
 
     def exec_module(self, module: ModuleType) -> None:
@@ -20,7 +20,7 @@ class AnnouncingLoader(wrapt.ObjectProxy):  # type: ignore[misc]
         # Given back before execution: pkgutil, importlib.resources and inspect look at these.
         if getattr(module, "__loader__", None) is self:
             module.__loader__ = real
-        if module.__spec__ is not None and module.__spec__.loader is self:
+        if module.__spec__ is not None and module.__spec__.loader is self:  # type: ignore[comparison-overlap]
             module.__spec__.loader = real
         real.exec_module(module)
         loaded(sys.modules.get(module.__name__, module))
@@ -39,7 +39,7 @@ def announce(spec: ModuleSpec) -> None:
     if lazy is not None and isinstance(spec.loader, lazy):
         spec.loader.loader = AnnouncingLoader(spec.loader.loader)  # type: ignore[attr-defined]
     else:
-        spec.loader = AnnouncingLoader(spec.loader)
+        spec.loader = AnnouncingLoader(spec.loader)  # type: ignore[assignment]
 
 
 def loaded(module: Any) -> None:

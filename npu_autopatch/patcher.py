@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -23,13 +23,15 @@ class PatchError(RuntimeError):
         self.rows = rows
 
 
-def patch_module(module: ModuleType, kernels: Iterable[Kernel], settings: Settings, ledger: Ledger, holder: object) -> list[Row]:
+def patch_module(
+    module: ModuleType, kernels: Iterable[Kernel], settings: Settings, ledger: Ledger, holder: object
+) -> list[Row]:
     """Patch the sites of `module` for `holder` and say what happened to each.
 
     Raises `PatchError`, with the cause and after undoing what was done to this module.
     """
     rows: list[Row] = []
-    planned: list[tuple[Site, Any]] = []
+    planned: list[tuple[Site, str, Any]] = []
     site: Site | None = None
     kernel_name = ""
     try:
@@ -40,11 +42,11 @@ def patch_module(module: ModuleType, kernels: Iterable[Kernel], settings: Settin
             with probing.undisturbed():
                 for kernel in kernels:
                     kernel_name, site = kernel.name, None
-                    for site in kernel.find(module):
+                    for site in _sites(module, kernel, ledger):
                         row, replacement = _decide(site, kernel, settings, ledger)
                         rows.append(row)
                         if replacement is not None:
-                            planned.append((site, replacement))
+                            planned.append((site, kernel_name, replacement))
             rows += _replaced_classes(module)
             with ledger.changing:
                 if ledger.changes == changes:  # or else another thread's patches may have been taken for the original
@@ -52,6 +54,19 @@ def patch_module(module: ModuleType, kernels: Iterable[Kernel], settings: Settin
                     return rows
     except Exception as error:
         raise PatchError(module.__name__, _failed(module, rows, site, kernel_name)) from error
+
+
+def _sites(module: ModuleType, kernel: Kernel, ledger: Ledger) -> Iterator[Site]:
+    """What `kernel` finds in `module`, and what it has patched there: that need not look like a site any more."""
+    found = []
+    for site in kernel.find(module):
+        found.append((site.owner, site.attribute))
+        yield site
+    for slot in ledger:
+        here = slot.owner is module or vars(module).get(getattr(slot.owner, "__name__", "")) is slot.owner
+        home = slot.owner if isinstance(slot.owner, ModuleType) else sys.modules.get(slot.owner.__module__)
+        if slot.kernel == kernel.name and here and home is module and (slot.owner, slot.attribute) not in found:
+            yield Site(module.__name__, slot.site, slot.owner, slot.attribute)
 
 
 def _decide(site: Site, kernel: Kernel, settings: Settings, ledger: Ledger) -> tuple[Row, Any]:
@@ -77,24 +92,25 @@ def _decide(site: Site, kernel: Kernel, settings: Settings, ledger: Ledger) -> t
     return row(PATCHED, variant=outcome.variant), outcome.replacement
 
 
-def _apply(planned: list[tuple[Site, Any]], ledger: Ledger, holder: object) -> None:
+def _apply(planned: list[tuple[Site, str, Any]], ledger: Ledger, holder: object) -> None:
     done: list[Slot] = []
     try:
-        for site, replacement in planned:
+        for site, kernel, replacement in planned:
             if isinstance(replacement, Slot):
                 replacement.holders.add(holder)
             else:
-                done.append(ledger.apply(site.owner, site.attribute, replacement, site.name, holder))
+                done.append(ledger.apply(site.owner, site.attribute, replacement, site.name, holder, kernel))
     except BaseException:
         ledger.roll_back(done)
         raise
 
 
 def _replaced_classes(module: ModuleType) -> list[Row]:
-    return [
-        Row(module.__name__, site_name(module.__name__, name), "", "", FOREIGN, f"replaced by {cls.__module__}.{cls.__name__}")
-        for name, cls in foreign.replaced_classes(module).items()
-    ]
+    rows = []
+    for name, cls in foreign.replaced_classes(module).items():
+        words = f"replaced by {cls.__module__}.{cls.__name__}"
+        rows.append(Row(module.__name__, site_name(module.__name__, name), "", "", FOREIGN, words))
+    return rows
 
 
 def _failed(module: ModuleType, rows: list[Row], site: Site | None, kernel: str) -> list[Row]:

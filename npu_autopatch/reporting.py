@@ -7,6 +7,11 @@ import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
 
 PATCHED, REFUSED, SKIPPED, FAILED, FOREIGN = STATES = ("patched", "refused", "skipped", "failed", "foreign")
 
@@ -61,7 +66,8 @@ class Report:
     def _why_nothing(self) -> str:
         if not self.sites:
             return "no site was found in the modeling modules imported so far"
-        reason, times = Counter(row.reason.strip().splitlines()[-1] for row in self.sites if row.reason).most_common(1)[0]
+        reasons = Counter(row.reason.strip().splitlines()[-1] for row in self.sites if row.reason)
+        reason, times = reasons.most_common(1)[0]
         return f"{times} of {len(self.sites)} sites {reason}" if times > 1 else f"{self.sites[0].name}: {reason}"
 
     def __str__(self) -> str:
@@ -72,13 +78,13 @@ class Report:
             console.print(self.__rich__())
         return captured.get().rstrip()
 
-    def __rich__(self) -> object:
+    def __rich__(self) -> Group:
         from rich.console import Group
 
         return Group(table(self.sites), self.summary())
 
 
-def table(rows: Iterable[Row]) -> object:
+def table(rows: Iterable[Row]) -> Table:
     """A rich table of sites; of a failure, the last line of its traceback."""
     from rich.markup import escape
     from rich.table import Table

@@ -84,14 +84,16 @@ def _kernels(asked: str | Iterable[str], known: tuple[str, ...]) -> tuple[str, .
         words = ["all"]
     for word in words:
         if word != "all" and word.removeprefix("-") not in known:
-            raise SettingsError(f"kernel {word!r} is unknown: choose {_choices(('all', *known))}, or -NAME to leave one out")
+            choices = _choices(("all", *known))
+            raise SettingsError(f"kernel {word!r} is unknown: choose {choices}, or -NAME to leave one out")
     included = {word for word in words if not word.startswith("-")}
     excluded = {word[1:] for word in words if word.startswith("-")}
     if "all" in included or not included:
         included |= set(known) if words else set()
     chosen = tuple(name for name in known if name in included and name not in excluded)
     if not chosen:
-        raise SettingsError(f"no kernel is left of {asked!r}: choose {_choices(('all', *known))}, or set NPU_AUTOPATCH=0")
+        choices = _choices(("all", *known))
+        raise SettingsError(f"no kernel is left of {asked!r}: choose {choices}, or set NPU_AUTOPATCH=0")
     return chosen
 
 

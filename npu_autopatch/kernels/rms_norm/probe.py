@@ -37,6 +37,7 @@ class Probe:
         self.eps_value = EPS
         self.known: dict[tuple[torch.dtype, float], Tensor] = {}  # outputs of the original that are needed twice
 
+    @torch.no_grad()
     def case(self) -> tuple[Variant, Conditions]:
         """The variant and the conditions it holds under. Raises `Unproved`."""
         outcome = self.run()
@@ -173,6 +174,8 @@ class Probe:
                 wrong = formula.mismatch(*self.what(candidate), outcomes)
                 if wrong < fewest:
                     best, fewest = candidate, wrong
+            if not fewest:
+                break
         if best is None and formula.rounds_each_step(*self.what(variant), outcomes):
             best = variant.but(rounding="no_upcast")
         if best is None:
@@ -228,6 +231,7 @@ class Probe:
         self.set_dtype(torch.float32)
         self.prove_gradients(variant)
 
+    @torch.enable_grad()
     def prove_gradients(self, variant: Variant) -> None:
         """The original's gradients are those of its formula, which are the op's; other parameters get none."""
         seeds = range(1 + self.gated)

@@ -40,7 +40,7 @@ class Variant:
 
     def but(self, **changes: Any) -> Variant:
         """This variant with some fields changed."""
-        return replace(self, **changes)
+        return _changed(self, tuple(changes.items()))
 
     @functools.cached_property
     def form(self) -> Variant:
@@ -67,6 +67,11 @@ class Variant:
         if self.rounding == "t5" and weight is not torch.float32:
             return weight
         return torch.promote_types(x, torch.float32 if self.offset and not self.offset_rounded else weight)
+
+
+@functools.cache  # most classes of a process go through the same few
+def _changed(variant: Variant, changes: tuple[tuple[str, Any], ...]) -> Variant:
+    return replace(variant, **dict(changes))
 
 
 @dataclass(frozen=True)
