@@ -62,10 +62,10 @@ def _sites(module: ModuleType, kernel: Kernel, ledger: Ledger) -> Iterator[Site]
     for site in kernel.find(module):
         found.append((site.owner, site.attribute))
         yield site
+    own = [value for value in list(vars(module).values()) if getattr(value, "__module__", "") == module.__name__]
     for slot in ledger:
-        here = slot.owner is module or vars(module).get(getattr(slot.owner, "__name__", "")) is slot.owner
-        home = slot.owner if isinstance(slot.owner, ModuleType) else sys.modules.get(slot.owner.__module__)
-        if slot.kernel == kernel.name and here and home is module and (slot.owner, slot.attribute) not in found:
+        here = any(owner is slot.owner for owner in (module, *own))
+        if here and slot.kernel == kernel.name and (slot.owner, slot.attribute) not in found:
             yield Site(module.__name__, slot.site, slot.owner, slot.attribute)
 
 

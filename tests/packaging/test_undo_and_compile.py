@@ -42,6 +42,14 @@ def test_undo_is_exact_in_any_order_and_leaves_other_peoples_patches(with_models
     second.__exit__(None, None, None)
     assert untouched(), "not last in, first out"
 
+    scale = family("skew9").Skew9Scale  # nothing but its code says that it is a norm
+    first, second = patched(backend="emulate"), patched(backend="emulate")
+    first.__enter__(), second.__enter__()
+    first.__exit__(None, None, None)
+    assert fused(scale) == 1
+    second.__exit__(None, None, None)
+    assert fused(scale) == 0
+
     def generator():
         with patched(backend="emulate"):
             yield fused(instance)
