@@ -110,7 +110,8 @@ def _begin_from_environment() -> None:
         if settings is not None and settings.strict:
             raise
         atexit.unregister(_at_exit)
-        finder.remove()
+        if not _active:  # an explicit block goes on
+            finder.remove()
         kind = "" if isinstance(error, SettingsError) else f"{type(error).__name__}: "
         finder.complain(f"off: {kind}{error}")
 

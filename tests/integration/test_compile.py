@@ -34,14 +34,15 @@ def calls_of(graph: torch.fx.GraphModule) -> int:
 
 
 class Graphs:
-    """The backend aot_eager, which notes how many times each graph it is given calls the op."""
+    """A backend that notes how many times each graph it is given calls the op."""
 
-    def __init__(self) -> None:
+    def __init__(self, backend: str = "aot_eager") -> None:
+        self.backend = torch._dynamo.lookup_backend(backend)
         self.fused: list[int] = []
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
         self.fused.append(calls_of(graph))
-        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+        return self.backend(graph, inputs)
 
 
 class Two(torch.nn.Module):
@@ -87,11 +88,12 @@ def test_a_whole_model_compiles_to_one_graph(tiny_model: Any, tokens: Any, norms
 
 
 def test_inductor_compiles_a_norm() -> None:
-    model, x = Two(NORMS["llama"]), torch.randn(3, 8)
+    model, graphs, x = Two(NORMS["llama"]), Graphs("inductor"), torch.randn(3, 8)
     expected = model(x)
     with npu_autopatch.patched(backend="emulate"):
-        compiled = torch.compile(model, fullgraph=True, backend="inductor")
+        compiled = torch.compile(model, fullgraph=True, backend=graphs)
         torch.testing.assert_close(compiled(x), expected)
+    assert graphs.fused == [2]
 
 
 def test_a_model_compiled_and_run_before_the_patch_is_reached_and_let_go() -> None:
@@ -164,6 +166,7 @@ def test_fake_tensors_have_the_shape_and_dtype_of_real_ones(name: str, fused_cal
 @pytest.mark.parametrize("name", NORMS)
 def test_meta_tensors_run_the_original(name: str, fused_calls: Any) -> None:
     with npu_autopatch.patched(backend="emulate"), torch.device("meta"), fused_calls() as count:
+        assert NORMS[name].forward.__npu_autopatch__
         found = Two(NORMS[name])(torch.empty(2, 3, 8))
     assert (found.shape, found.device.type) == ((2, 3, 8), "meta")
     assert count == {}

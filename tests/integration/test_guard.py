@@ -41,6 +41,7 @@ def inputs_of(norm: Any, *shape: int, dtype: torch.dtype = torch.float32) -> lis
 @pytest.fixture
 def patched() -> Iterator[None]:
     with npu_autopatch.patched(backend="emulate"):
+        assert all(hasattr(vars(cls)["forward"], "__npu_autopatch__") for cls in NORMS.values())
         yield
 
 

@@ -77,6 +77,7 @@ def test_a_model_is_the_same_object_of_the_same_classes(tiny_model: Any, tokens:
     text, columns = repr(model), inspect.signature(model.forward)
     attributes = [sorted(vars(module)) for module in model.modules()]
     with npu_autopatch.patched(backend="emulate"):
+        assert type(model.model.norm).forward.__npu_autopatch__
         model(tokens)
         assert [type(module) for module in model.modules()] == kinds
         assert all(isinstance(module, kind) for module, kind in zip(model.modules(), kinds, strict=True))
@@ -117,6 +118,7 @@ def test_a_whole_model_saved_inside_a_block_loads_outside(tiny_model: Any, token
     model, buffer = tiny_model("Gemma2"), io.BytesIO()
     expected = model(tokens).logits
     with npu_autopatch.patched(backend="emulate"):
+        assert type(model.model.norm).forward.__npu_autopatch__
         torch.save(model, buffer)
     buffer.seek(0)
     assert torch.equal(torch.load(buffer, weights_only=False)(tokens).logits, expected)
@@ -132,11 +134,13 @@ def test_the_trainer_keeps_the_columns_it_kept(tiny_model: Any, tmp_path: Any) -
     expected = columns()
     assert "input_ids" in expected
     with npu_autopatch.patched(backend="emulate"):
+        assert transformers.models.qwen3.modeling_qwen3.Qwen3RMSNorm.forward.__npu_autopatch__
         assert columns() == expected
 
 
 def test_the_source_of_a_patched_forward_is_still_found() -> None:
     source = inspect.getsource(modeling_llama.LlamaRMSNorm.forward)
     with npu_autopatch.patched(backend="emulate"):
+        assert modeling_llama.LlamaRMSNorm.forward.__npu_autopatch__
         assert inspect.getsource(modeling_llama.LlamaRMSNorm.forward) == source
         assert inspect.getsource(modeling_llama.LlamaRMSNorm).count("def forward") == 1

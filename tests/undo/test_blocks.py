@@ -6,6 +6,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from transformers.models.gemma2 import modeling_gemma2
@@ -13,6 +14,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 
 import npu_autopatch
+from npu_autopatch import finder
 from npu_autopatch.settings import SettingsError
 
 LLAMA, QWEN3, GEMMA2 = modeling_llama.LlamaRMSNorm, modeling_qwen3.Qwen3RMSNorm, modeling_gemma2.Gemma2RMSNorm
@@ -56,6 +58,7 @@ def test_an_exception_in_the_body_passes_and_undoes() -> None:
 def test_blocks_nest() -> None:
     with block():
         patched = vars(LLAMA)["forward"]
+        assert all(are_patched())
         with block():
             assert vars(LLAMA)["forward"] is patched  # not wrapped twice
         assert vars(LLAMA)["forward"] is patched
@@ -174,6 +177,7 @@ def test_enable_lasts_until_disable() -> None:
 def test_enabling_and_disabling_twice_is_as_once() -> None:
     npu_autopatch.enable(backend="emulate")
     patched = vars(LLAMA)["forward"]
+    assert all(are_patched())
     npu_autopatch.enable(backend="emulate")
     assert vars(LLAMA)["forward"] is patched
     npu_autopatch.disable()
@@ -215,6 +219,30 @@ def test_two_backends_at_once_are_refused() -> None:
         pass
 
 
+def test_a_block_keeps_its_backend_and_its_reach_when_the_environment_asks_for_another(
+    monkeypatch: pytest.MonkeyPatch, import_anew: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NPU_AUTOPATCH", "1")
+    finder.install_from_environment()  # as at start-up; the settings are read with the first model
+    capfd.readouterr()
+    with block():
+        first, second = import_anew("olmo2"), import_anew("olmo2")
+        (line,) = capfd.readouterr().err.splitlines()
+        assert line == "npu_autopatch: off: backend 'npu' cannot join 'emulate': call disable() first"
+        assert first.Olmo2RMSNorm.forward.__npu_autopatch__
+        assert second.Olmo2RMSNorm.forward.__npu_autopatch__
+
+
+def test_disable_takes_back_what_the_environment_asked_for_and_was_not_needed_yet(
+    monkeypatch: pytest.MonkeyPatch, import_anew: Any
+) -> None:
+    monkeypatch.setenv("NPU_AUTOPATCH", "1")
+    finder.install_from_environment()
+    npu_autopatch.disable()
+    assert finder.finder not in sys.meta_path
+    assert not hasattr(import_anew("olmo2").Olmo2RMSNorm.forward, "__npu_autopatch__")
+
+
 def test_a_later_foreign_patch_is_left_alone_and_reported_with_whose() -> None:
     def forward(self, hidden_states):  # type: ignore[no-untyped-def]
         return hidden_states
@@ -238,6 +266,7 @@ def test_a_foreign_patch_over_ours_that_calls_it_still_works_after_undo() -> Non
     try:
         with block():
             inner = LLAMA.forward
+            assert inner.__npu_autopatch__
             LLAMA.forward = lambda self, hidden_states: inner(self, hidden_states) * 2
         x, norm = torch.randn(2, 3, 8), LLAMA(8)
         torch.testing.assert_close(norm(x), ORIGINALS[LLAMA](norm, x) * 2)

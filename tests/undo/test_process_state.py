@@ -151,5 +151,5 @@ def test_random_numbers_are_those_of_an_unpatched_process(import_anew: Callable[
     expected = torch.rand(3).tolist(), random.random(), numpy.random.rand()
     torch.manual_seed(5), random.seed(5), numpy.random.seed(5)
     with npu_autopatch.patched(backend="emulate"):
-        import_anew("olmo2")
+        assert import_anew("olmo2").Olmo2RMSNorm.forward.__npu_autopatch__
         assert (torch.rand(3).tolist(), random.random(), numpy.random.rand()) == expected
