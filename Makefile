@@ -5,6 +5,8 @@ VERSIONS := 5.24.0 4.57.6 5.0.0
 ENVS := .venv
 # more than two workers a machine of two cores does not feed
 PYTEST := -m pytest -q -n 2 --dist loadfile
+# imports every model there is: in a process of its own, or each later test patches them all
+SWEEP := tests/kernels/test_every_norm.py
 
 .PHONY: demo test test-virtual-npu test-packaging lint bench clean $(VERSIONS:%=test-%)
 
@@ -27,7 +29,8 @@ $(ENVS)/virtual_npu/ready: pyproject.toml Makefile
 	touch $@
 
 $(VERSIONS:%=test-%): test-%: $(ENVS)/%/ready
-	$(ENVS)/$*/bin/python $(PYTEST) tests --ignore tests/packaging --ignore tests/virtual_npu
+	$(ENVS)/$*/bin/python $(PYTEST) tests --ignore tests/packaging --ignore tests/virtual_npu --ignore $(SWEEP)
+	$(ENVS)/$*/bin/python -m pytest -q $(SWEEP)
 
 test-packaging: $(ENVS)/5.24.0/ready
 	$(ENVS)/5.24.0/bin/python $(PYTEST) tests/packaging

@@ -47,24 +47,24 @@ def modeling_modules() -> list[str]:
 
 @pytest.fixture(scope="module")
 def swept():
-    """The report over every modeling module, and the classes of patched sites with their original forwards."""
+    """The rows of every modeling module, and class, original and fused forward of each patched site."""
     modules = {}
     for name in modeling_modules():
         try:
             modules[name] = importlib.import_module(name)
         except Exception:  # an optional dependency is not installed
             continue
-    originals = {cls: cls.forward for module in modules.values() for cls in probing.classes(module)}
-    with npu_autopatch.patched(kernels="rms_norm", backend="emulate"):
-        report = npu_autopatch.report()
-        pairs = {cls: (forward, cls.forward) for cls, forward in originals.items() if cls.forward is not forward}
-    rows = {row.name: row for row in report.sites}
-    by_name = {f"{cls.__module__}.{cls.__name__}": (cls, *forwards) for cls, forwards in pairs.items()}
-    return rows, {
-        row.name: by_name[f"{row.module}.{row.name.rpartition('.')[2]}"]
-        for row in rows.values()
-        if row.state == "patched"
-    }
+    classes = {(name, cls.__name__): cls for name, module in modules.items() for cls in probing.classes(module)}
+    originals = {cls: cls.forward for cls in classes.values()}
+    with npu_autopatch.patched(kernels="rms_norm", backend="emulate") as report:
+        rows = {row.name: row for row in report.sites if row.module in modules and row.kernel == "rms_norm"}
+        fused = {cls: cls.forward for cls in originals}
+    sites = {}
+    for row in rows.values():
+        if row.state == "patched":
+            cls = classes[row.module, row.name.rpartition(".")[2]]
+            sites[row.name] = (cls, originals[cls], fused[cls])
+    return rows, sites
 
 
 @pytest.mark.skipif(not CENSUS.exists(), reason=f"no census for transformers {transformers.__version__}")
