@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
+from npu_autopatch.settings import rank
+
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
@@ -48,7 +50,7 @@ class Report:
 
     def write(self, path: str) -> None:
         """The JSON into `path`, whole or not at all. ``{pid}`` and ``{rank}`` in it keep processes apart."""
-        path = path.replace("{pid}", str(os.getpid())).replace("{rank}", str(self.settings.get("rank", 0)))
+        path = path.replace("{pid}", str(os.getpid())).replace("{rank}", rank())
         beside = f"{path}.{os.getpid()}"
         with open(beside, "w", encoding="utf-8") as file:
             file.write(self.to_json() + "\n")

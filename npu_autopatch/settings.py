@@ -78,6 +78,11 @@ class Settings:
         return ""
 
 
+def rank() -> str:
+    """The number of this process among those that a launcher such as torchrun started together."""
+    return os.environ.get("RANK", "0")
+
+
 def _kernels(asked: str | Iterable[str], known: tuple[str, ...]) -> tuple[str, ...]:
     words = _words("kernels", asked, "'rms_norm,moe' or a list of names")
     if len(words) == 1 and words[0].lower() in _ON:

@@ -28,9 +28,9 @@ FAMILIES = (
     "glm4",
     "zamba2",
     "llama4",
-    "olmo",
+    "olmo2",
     "idefics3",
-    "qwen2_vl",
+    "qwen2",
 )
 
 
@@ -52,6 +52,7 @@ def test_every_rms_norm_of_a_module_has_a_row(family: str) -> None:
     }
     with npu_autopatch.patched(backend="emulate"):
         rows = rows_of(module)
+        assert rows
         assert norms - rows.keys() == set()
         for name, row in rows.items():
             forward = vars(getattr(module, name.partition(".")[2]))["forward"]
@@ -64,6 +65,7 @@ def test_every_rms_norm_of_a_module_has_a_row(family: str) -> None:
 def test_json_has_every_site_and_the_surroundings() -> None:
     with npu_autopatch.patched(backend="emulate", skip="gemma2"):
         whole = json.loads(npu_autopatch.report().to_json())
+    assert {site["name"]: site["state"] for site in whole["sites"]}["gemma2.Gemma2RMSNorm"] == "skipped"
     assert whole.keys() == {"sites", "summary", "settings", "versions"}
     assert all(site.keys() == {"module", "name", "kernel", "variant", "state", "reason"} for site in whole["sites"])
     assert all(isinstance(value, str) for site in whole["sites"] for value in site.values())
@@ -204,6 +206,13 @@ def test_enabled_and_nothing_patched_is_a_line_of_its_own() -> None:
     refused = [Row("m", f"x.N{i}", "rms_norm", "", "refused", "torch_npu is not installed") for i in range(3)]
     assert Report(refused).summary() == "enabled, but nothing was patched: 3 of 3 sites torch_npu is not installed"
     assert "x.N0: torch_npu is not installed" in Report(refused[:1]).summary()
+
+
+def test_each_rank_of_a_launcher_writes_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank in ("0", "3"):
+        monkeypatch.setenv("RANK", rank)  # as torchrun sets it
+        npu_autopatch.report().write(str(tmp_path / "report-{rank}.json"))
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["report-0.json", "report-3.json"]
 
 
 def test_the_report_file_is_whole_and_one_a_process(tmp_path: Path) -> None:
