@@ -18,9 +18,7 @@ from npu_autopatch.cli import coverage
 from .conftest import WITHOUT_CANN
 
 
-def test_families_are_counted_in_80_columns(
-    command: Callable[..., object], torch_npu: Callable[[str], Path]
-) -> None:
+def test_families_are_counted_in_80_columns(command: Callable[..., object], torch_npu: Callable[[str], Path]) -> None:
     done = command("coverage", "--family", "qwen3,mistral", "--refused", folders=(torch_npu(WITHOUT_CANN),))
     assert (done.code, done.err) == (0, ""), done
     assert done.columns <= 80

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,15 +56,6 @@ def test_torch_npu_without_cann_is_said_in_words(
     assert "set_env.sh" in done.out and "would not fuse" in done.out
 
 
-def test_without_the_hook_and_with_wrong_settings_it_names_both(command: Callable[..., object]) -> None:
-    done = command("doctor", "--json", NPU_AUTOPATCH="rms_nrom", NPU_AUTOPATCH_BACKEND="emulate")
-    found = json.loads(done.out)
-    assert (done.code, found["fuses"], found["startup"]["effective"]) == (1, False, False)
-    hook, settings = found["problems"]
-    assert "start-up hook is not installed" in hook["what"] and "pip install npu-autopatch" in hook["do"]
-    assert "'rms_nrom' is unknown: choose" in settings["what"] and "rms_norm" in settings["what"]
-
-
 @pytest.fixture
 def installed(tmp_path: Path) -> tuple[Path, Path]:
     """A virtual environment with this one's packages and what the wheel installs: interpreter, site-packages."""
@@ -78,27 +70,40 @@ def installed(tmp_path: Path) -> tuple[Path, Path]:
     return folder / "bin" / "python", packages
 
 
+def diagnosed(interpreter: Path, variables: dict[str, str]) -> tuple[int, dict[str, Any]]:
+    """Exit code and findings of doctor in an environment where only what is installed can be imported."""
+    variables["PYTHONPATH"] = variables["PYTHONPATH"].replace(str(PROJECT), "")
+    command = [interpreter, "-m", "npu_autopatch.cli", "doctor", "--json"]
+    ended = subprocess.run(command, env=variables, capture_output=True, text=True)
+    return ended.returncode, json.loads(ended.stdout)
+
+
+def test_without_the_hook_and_with_wrong_settings_it_names_both(
+    installed: tuple[Path, Path], environment: Callable[..., dict[str, str]]
+) -> None:
+    interpreter, packages = installed
+    for name in ("npu_autopatch-init.pth", "npu_autopatch-init.start", "_npu_autopatch_boot.py"):
+        (packages / name).unlink()
+    code, found = diagnosed(interpreter, environment(NPU_AUTOPATCH="rms_nrom", NPU_AUTOPATCH_BACKEND="emulate"))
+    assert (code, found["fuses"], found["startup"]["effective"]) == (1, False, False)
+    hook, settings = found["problems"]
+    assert "start-up hook is not installed" in hook["what"] and "pip install npu-autopatch" in hook["do"]
+    assert "'rms_nrom' is unknown: choose" in settings["what"] and "rms_norm" in settings["what"]
+
+
 def test_the_installed_pth_is_found_and_its_absence_leads_to_run(
     installed: tuple[Path, Path], environment: Callable[..., dict[str, str]]
 ) -> None:
     interpreter, packages = installed
 
-    def doctor() -> tuple[int, dict[str, object]]:
-        variables = environment(NPU_AUTOPATCH_BACKEND="emulate")
-        variables["PYTHONPATH"] = variables["PYTHONPATH"].replace(str(PROJECT), "")
-        ended = subprocess.run(
-            [interpreter, "-m", "npu_autopatch.cli", "doctor", "--json"], env=variables, capture_output=True, text=True
-        )
-        return ended.returncode, json.loads(ended.stdout)
-
-    code, found = doctor()
+    code, found = diagnosed(interpreter, environment(NPU_AUTOPATCH_BACKEND="emulate"))
     assert (code, found["problems"]) == (0, [])
     assert found["startup"] == {
         "folder": str(packages), "processed": True, "boot": True, "effective": True, "complaint": ""
     }  # fmt: skip
     for name in ("npu_autopatch-init.pth", "npu_autopatch-init.start"):
         (packages / name).unlink()
-    code, found = doctor()
+    code, found = diagnosed(interpreter, environment(NPU_AUTOPATCH_BACKEND="emulate"))
     assert (code, found["startup"]["effective"]) == (1, False)
     assert "npu-autopatch run" in found["problems"][0]["do"]
 
