@@ -12,8 +12,15 @@ OBSERVED = "(fused(family('qwen9').Qwen9RMSNorm), finders(), states())"
 EXPECTED = "(1, 1, {'qwen9.Qwen9RMSNorm': 'patched'})\n"
 
 
-@pytest.mark.parametrize("loaded", ["family('qwen9')", "pass"], ids=["models loaded before", "nothing loaded before"])
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize(
+    ("method", "loaded"),
+    [
+        ("fork", "family('qwen9')"),
+        ("fork", "pass"),
+        ("spawn", "family('qwen9')"),
+        ("forkserver", "family('qwen9')"),
+    ],
+)
 def test_multiprocessing(with_models: VirtualEnvironment, tmp_path: Path, method: str, loaded: str) -> None:
     program = f"""\
     import multiprocessing

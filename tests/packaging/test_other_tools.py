@@ -138,8 +138,6 @@ def test_coverage_as_command_and_at_start_up(with_tools: VirtualEnvironment, pro
     config.write_text(f"[run]\ndata_file = {tmp_path / 'data'}\nsource_pkgs = transformers\n")
     by_command = with_tools.python("-m", "coverage", "run", f"--rcfile={config}", program, **settings)
     by_command.said("fused 1 1\n")
-    report = with_tools.python("-m", "coverage", "report", f"--rcfile={config}", on=None)
-    assert "modeling_qwen9.py" in report.out, report
     (tmp_path / "data").unlink()
     at_start = with_tools.python(program, COVERAGE_PROCESS_START=str(config), **settings)
     assert (at_start.code, at_start.out) == (0, "fused 1 1\n")

@@ -164,6 +164,14 @@ def test_an_installed_environment_starts_once_by_pth_and_run_together(
     assert (done.code, done.err, done.state["finders"].count(FINDER)) == (0, "", 1)
 
 
+def test_the_installed_command_runs_a_program_with_fused_norms(with_models: VirtualEnvironment, tmp_path: Path) -> None:
+    script = write(tmp_path, "script.py", "from observing import *; print(fused(family('qwen9').Qwen9RMSNorm))")
+    command = f"npu-autopatch run --backend emulate {script}"
+    with_models.shell(command, on=None, NPU_AUTOPATCH_LOG="warning").said("1\n")
+    missing = with_models.shell("npu-autopatch run missing.py", on=None)
+    assert (missing.code, missing.out, len(missing.err.splitlines())) == (2, "", 1)
+
+
 def test_interpreters_the_package_is_not_made_for_step_aside(target: VirtualEnvironment) -> None:
     others = [path for path in Path.home().glob(".pyenv/versions/*/bin/python") if path.parents[1].name[0] in "23"]
     path = f"{target.folder / 'target' / '_npu_autopatch_chain'}:{target.folder / 'target'}"

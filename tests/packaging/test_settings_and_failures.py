@@ -42,8 +42,6 @@ def test_strict_raises_into_the_program(with_models: VirtualEnvironment) -> None
     [
         ({"on": "rms_nrom"}, "'rms_nrom'"),
         ({"NPU_AUTOPATCH_BACKEND": "gpu"}, "'gpu'"),
-        ({"NPU_AUTOPATCH_LOG": "loud"}, "'loud'"),
-        ({"NPU_AUTOPATCH_SKIP": "qwen 9"}, "'qwen 9'"),
     ],
     ids=str,
 )
@@ -59,38 +57,32 @@ def test_a_wrong_setting_is_one_line_and_then_off(
 def test_a_kernel_that_cannot_be_imported_does_not_stop_the_model(
     with_models: VirtualEnvironment, tmp_path: Path
 ) -> None:
-    broken = with_models.copy(tmp_path / "broken")
-    for name in ("kernels/rms_norm.py", "emulator/__init__.py"):
-        path = broken.site_packages / "npu_autopatch" / name
-        text = path.read_text()
-        for error in ("raise RuntimeError('in two\\nlines')", "raise SystemExit(3)"):
-            path.write_text(error)
-            done = emulated(broken, "print(fused(family('qwen9').Qwen9RMSNorm))")
-            assert (done.code, done.out, len(done.err.splitlines())) == (0, "0\n", 1), (name, error, done)
-        path.write_text(text)
-    emulated(broken, "print(fused(family('qwen9').Qwen9RMSNorm))").said("1\n")
+    where = "import importlib.util as u; from npu_autopatch import kernels as k; print(u.find_spec({}).origin)"
+    for module, error in (
+        ("k.REGISTRY['rms_norm']", "raise RuntimeError('in two\nlines')"),
+        ("'npu_autopatch.emulator'", "raise SystemExit(3)"),
+    ):
+        file = Path(with_models.python("-c", where.format(module), on=None).out.strip())
+        broken = with_models.copy(tmp_path / file.stem)
+        broken.write(str(file.relative_to(with_models.site_packages)), error)
+        done = emulated(broken, "print(fused(family('qwen9').Qwen9RMSNorm))")
+        assert (done.code, done.out, len(done.err.splitlines())) == (0, "0\n", 1), done
 
 
 def test_without_an_npu_every_site_is_refused_with_a_reason_and_computes_the_same(
-    with_models: VirtualEnvironment, tmp_path: Path
+    with_models: VirtualEnvironment,
 ) -> None:
-    program = f"""\
-    import sys
-    model = family("qwen9")
-    import torch
+    program = """\
+    import npu_autopatch, torch
     torch.manual_seed(0)
-    instance = model.Qwen9Model()
-    torch.save(instance(torch.randn(2, 3, 16)), {str(tmp_path)!r} + "/" + sys.argv[-1])
-    print(fused(instance))
-    import npu_autopatch
-    print([(row.state, bool(row.reason)) for row in npu_autopatch.report().sites])
+    instance = family("qwen9").Qwen9Model()
+    print(instance(torch.randn(2, 3, 16)).tolist())
+    print(fused(instance), [(row.state, bool(row.reason)) for row in npu_autopatch.report().sites])
     """
-    on = emulated(with_models, program.replace("sys.argv[-1]", "'on.pt'"), NPU_AUTOPATCH_BACKEND="npu")
-    off = emulated(with_models, program.replace("sys.argv[-1]", "'off.pt'"), on=None)
-    assert (on.code, on.out) == (0, "0\n[('refused', True)]\n"), on
-    assert (off.code, off.out) == (0, "0\n[]\n"), off
-    compare = "import torch; a, b = (torch.load(f'{t}/{n}.pt') for n in ('on', 'off')); print(torch.equal(a, b))"
-    with_models.python("-c", f"t = {str(tmp_path)!r}; {compare}", on=None).said("True\n")
+    on = emulated(with_models, program, NPU_AUTOPATCH_BACKEND="npu")
+    off = emulated(with_models, program, on=None)
+    assert (on.code, off.code) == (0, 0), (on, off)
+    assert on.out.splitlines() == [off.out.splitlines()[0], "0 [('refused', True)]"]
 
 
 def test_a_site_of_another_name_is_found_and_one_of_another_signature_is_left(with_models: VirtualEnvironment) -> None:
@@ -124,4 +116,4 @@ def test_at_the_usual_level_a_patched_process_says_one_line_and_one_without_mode
 ) -> None:
     done = emulated(with_models, "family('qwen9')", NPU_AUTOPATCH_LOG="info")
     assert (done.code, done.out, len(done.err.splitlines())) == (0, "", 1)
-    emulated(with_models, "import transformers, torch", NPU_AUTOPATCH_LOG="info").said("")
+    emulated(with_models, "import transformers", NPU_AUTOPATCH_LOG="info").said("")
