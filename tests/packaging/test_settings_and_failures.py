@@ -63,7 +63,7 @@ def test_a_kernel_that_cannot_be_imported_does_not_stop_the_model(
         ("'npu_autopatch.emulator'", "raise SystemExit(3)"),
     ):
         file = Path(with_models.python("-c", where.format(module), on=None).out.strip())
-        broken = with_models.copy(tmp_path / file.stem)
+        broken = with_models.copy(tmp_path / file.parent.name)
         broken.write(str(file.relative_to(with_models.site_packages)), error)
         done = emulated(broken, "print(fused(family('qwen9').Qwen9RMSNorm))")
         assert (done.code, done.out, len(done.err.splitlines())) == (0, "0\n", 1), done
