@@ -62,7 +62,10 @@ def installed(tmp_path: Path) -> tuple[Path, Path]:
     folder = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     (packages,) = folder.glob("lib/python3*/site-packages")
-    (packages / "zz_packages.pth").write_text("".join(f"{path}\n" for path in site.getsitepackages()))
+    for entry in (entry for path in site.getsitepackages() for entry in Path(path).iterdir()):
+        ours = entry.name.startswith(("npu_autopatch", "_npu_autopatch"))  # installed for development, maybe
+        if not ours and entry.suffix not in (".pth", ".start"):
+            (packages / entry.name).symlink_to(entry)
     (packages / "npu_autopatch").symlink_to(PROJECT / "npu_autopatch")
     (packages / "_npu_autopatch_chain").symlink_to(HOOK / "chain")
     for name in ("npu_autopatch-init.pth", "npu_autopatch-init.start", "_npu_autopatch_boot.py"):
@@ -82,8 +85,8 @@ def test_without_the_hook_and_with_wrong_settings_it_names_both(
     installed: tuple[Path, Path], environment: Callable[..., dict[str, str]]
 ) -> None:
     interpreter, packages = installed
-    for name in ("npu_autopatch-init.pth", "npu_autopatch-init.start", "_npu_autopatch_boot.py"):
-        (packages / name).unlink()
+    for start_up_file in (*packages.glob("npu_autopatch-init.*"), *packages.glob("_npu_autopatch_*")):
+        start_up_file.unlink()
     code, found = diagnosed(interpreter, environment(NPU_AUTOPATCH="rms_nrom", NPU_AUTOPATCH_BACKEND="emulate"))
     assert (code, found["fuses"], found["startup"]["effective"]) == (1, False, False)
     hook, settings = found["problems"]
