@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import shutil
-import site
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -123,7 +122,8 @@ def with_models(
     environment = install(tmp_path_factory.mktemp("with_models") / "venv")
     shutil.copytree(FAKE_SITE, environment.site_packages, dirs_exist_ok=True)
     # A path line, which brings packages but does not process the .pth files among them.
-    environment.write("zz_test_run.pth", "".join(f"{path}\n" for path in site.getsitepackages()))
+    packages = [path for path in sys.path if path.endswith("site-packages")]
+    environment.write("zz_test_run.pth", "".join(f"{path}\n" for path in packages))
     where = environment.python("-c", "import npu_autopatch, transformers as t; print(npu_autopatch.__file__, t)")
     assert where.out.count(str(environment.site_packages)) == 2, where
     return environment

@@ -301,3 +301,28 @@ def test_other_modules_are_not_touched(with_models: VirtualEnvironment, name: st
     print("wrapt" in sys.modules, "torch" in sys.modules, "npu_autopatch.loader" in sys.modules)
     """
     emulated(with_models, program).said("<class '_frozen_importlib_external.SourceFileLoader'>\nFalse False False\n")
+
+
+def test_a_real_model_of_the_installed_transformers(with_models: VirtualEnvironment, tmp_path: Path) -> None:
+    environment = with_models.copy(tmp_path / "real")
+    shutil.rmtree(environment.site_packages / "transformers")
+    program = """\
+    import torch, transformers
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+    config = Qwen3Config(
+        num_hidden_layers=2, hidden_size=32, intermediate_size=64, vocab_size=50,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+    )
+    model = Qwen3ForCausalLM(config)
+    nodes = [model(input_ids=torch.arange(6)[None]).logits.grad_fn]
+    seen = set(nodes)
+    for node in nodes:
+        following = {node for node, _ in node.next_functions if node} - seen
+        seen |= following
+        nodes += following
+    print(sum("npu_rms_norm" in node.name() for node in nodes), states().get("qwen3.Qwen3RMSNorm"))
+    """
+    done = emulated(environment, program)
+    assert (done.code, done.err) == (0, "")
+    assert done.out == "9 patched\n"
+    assert emulated(environment, program, on=None).out == "0 None\n"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from virtual_environment import STATE, VirtualEnvironment
+from virtual_environment import STATE, VirtualEnvironment, execute
 
 PROJECT = Path(__file__).resolve().parents[2]
 BESIDE_THE_PACKAGE = {
@@ -111,3 +111,7 @@ def test_pip_and_venv_run_undisturbed_with_the_variable_set(installed: VirtualEn
     assert (made.code, made.out, made.err) == (0, "", "")
     inner = VirtualEnvironment(tmp_path / "inner", installed.builder)
     inner.python("-c", "print(1)").said("1\n")
+    pip = (installed.builder, "-m", "pip", "--disable-pip-version-check", "--python", installed.interpreter, "list")
+    on, off = execute(*pip, NPU_AUTOPATCH="1"), execute(*pip)
+    assert on == off
+    assert (on.code, on.err) == (0, "") and "npu-autopatch" in on.out.replace("_", "-")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import textwrap
 from pathlib import Path
 
@@ -112,11 +113,7 @@ def test_nothing_to_run_is_one_sentence_and_exit_code_2(
 
 
 def test_without_the_chain_folder_run_says_so(changeable: VirtualEnvironment) -> None:
-    (changeable.site_packages / "_npu_autopatch_chain" / "sitecustomize.py").unlink()
-    for entry in (changeable.site_packages / "_npu_autopatch_chain").rglob("*"):
-        entry.unlink() if entry.is_file() else None
-    for folder in sorted((changeable.site_packages / "_npu_autopatch_chain").glob("**/"), reverse=True):
-        folder.rmdir()
+    shutil.rmtree(changeable.site_packages / "_npu_autopatch_chain")
     done = changeable.python("-c", MAIN, "-m", "this", on=None)
     assert (done.code, done.out, len(done.err.splitlines())) == (2, "", 1) and "reinstall" in done.err
 
