@@ -33,18 +33,23 @@ class BuildError(Exception):
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """A CPU in fp32 with gradients, whatever the process has set; its RNG, modes and defaults come back after."""
-    rng, dtype = torch.get_rng_state(), torch.get_default_dtype()
+    """A CPU with gradients and no modes in this thread, whatever the process has set; its RNG is as it was after.
+
+    The default dtype belongs to all threads and is left alone: probes say which dtype they want.
+    """
     with ExitStack() as stack:
-        stack.callback(torch.set_rng_state, rng)
-        stack.callback(torch.set_default_dtype, dtype)
-        torch.set_default_dtype(torch.float32)
         stack.enter_context(_disable_current_modes())
         stack.enter_context(torch._C.DisableTorchFunction())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autocast("cpu", enabled=False))
+        stack.callback(_restore, torch.get_rng_state())
         yield
+
+
+def _restore(rng: Tensor) -> None:
+    if not torch.equal(torch.get_rng_state(), rng):  # a constructor has drawn from it
+        torch.set_rng_state(rng)
 
 
 class Anything(int):
@@ -80,7 +85,8 @@ def switches(cls: type[nn.Module]) -> dict[str, bool]:
 @functools.cache
 def samples(*shape: int, seed: int = 0) -> Tensor:
     """Normally distributed fp32 values, the same each time; the global generator is not touched."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(1000 + seed))
+    generator = torch.Generator().manual_seed(1000 + seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float32)
 
 
 def settings_of(module: nn.Module) -> dict[str, Any]:

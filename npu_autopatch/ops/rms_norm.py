@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
+from torch import Tensor
 
 from npu_autopatch.ops.capability import Capability, detect
+from npu_autopatch.ops.legality import FLOATS, PLAIN
 
 RMSNorm = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-# What the dispatcher can take to the op: no DTensor, no other subclass. The last two stand for tensors being traced.
-PLAIN = (Tensor, nn.Parameter, FakeTensor, FunctionalTensor)
 
 
 def capability() -> Capability:
@@ -36,6 +32,19 @@ def op() -> RMSNorm:
         return overload(x.contiguous(), gamma, eps)
 
     return rms_norm
+
+
+def legal(x: Tensor, weight: Tensor) -> bool:
+    """Whether the op takes `x`, of a type in `PLAIN`, with a gamma made of `weight`: forward and backward."""
+    return (
+        type(weight) in PLAIN
+        and x.dtype in FLOATS
+        and weight.dtype in FLOATS
+        and 1 < x.dim() < 9
+        and x.size(-1) == weight.numel()
+        and x.numel() > 0
+        and weight.device == x.device
+    )
 
 
 def reference(x: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -306,3 +306,41 @@ def test_an_input_of_another_dtype_than_floats_fails_as_the_original_does(patche
     with pytest.raises(RuntimeError) as found:
         norm(torch.randn(2, 7))
     assert str(found.value) == str(expected.value)
+
+
+@pytest.mark.parametrize("rank", [2, 5, 8])
+@pytest.mark.parametrize("name", NORMS)
+def test_all_ranks_that_the_op_differentiates_are_fused(name: str, rank: int, patched: None, fused_calls: Any) -> None:
+    norm = norm_of(NORMS[name])
+    inputs = inputs_of(norm, *(2,) * (rank - 1), 8)
+    with fused_calls() as count:
+        found = norm(*inputs)
+    assert count == FUSED
+    torch.testing.assert_close(found, original(norm, *inputs))
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_torch_func_differentiates_a_patched_norm(name: str, patched: None, fused_calls: Any) -> None:
+    norm = norm_of(NORMS[name])
+    inputs = inputs_of(norm)
+
+    def loss(weight: torch.Tensor) -> torch.Tensor:
+        return functional_call(norm, {"weight": weight}, tuple(inputs)).pow(2).sum()
+
+    weight = norm.weight.detach()
+    with fused_calls() as count:
+        found = torch.func.grad(loss)(weight)
+    assert not count
+    original(norm, *inputs).pow(2).sum().backward()
+    torch.testing.assert_close(found, norm.weight.grad)
+
+
+def test_a_step_replaced_on_one_instance_is_followed(patched: None, fused_calls: Any) -> None:
+    norm, other = norm_of(NORMS["gemma2"]), norm_of(NORMS["gemma2"])
+    norm._norm = lambda x: x * 0.5
+    x = torch.ones(2, 8)
+    with fused_calls() as count:
+        torch.testing.assert_close(norm(x), 0.5 * (1 + norm.weight.detach()).expand(2, 8))
+        assert not count
+        other(x)
+    assert count == FUSED

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from npu_autopatch.kernels.base import renamed
 from npu_autopatch.kernels.rms_norm.variant import ACTIVATIONS, Conditions, Variant
-from npu_autopatch.ops.rms_norm import FLOATS, PLAIN, RMSNorm
+from npu_autopatch.ops.legality import FLOATS, PLAIN, transformed
+from npu_autopatch.ops.rms_norm import RMSNorm, legal
 
 Norm = Callable[[Any, Tensor, Tensor, float], Tensor]
 
@@ -88,19 +89,10 @@ def _weighted(
     direct = not variant.offset and not variant.groups
 
     def forward(self, x):  # type: ignore[no-untyped-def]
-        if type(x) not in PLAIN or (applies is not None and not applies(self, x)):
+        if type(x) not in PLAIN or transformed() or (applies is not None and not applies(self, x)):
             return original(self, x)
         weight = self.weight
-        if (
-            type(weight) in PLAIN
-            and x.device.type in devices
-            and x.dtype in FLOATS
-            and weight.dtype in FLOATS
-            and 1 < x.dim() < 9
-            and x.size(-1) == weight.numel()
-            and x.numel() > 0
-            and weight.device == x.device
-        ):
+        if x.device.type in devices and legal(x, weight):
             eps = self.eps if constant is None else constant
             if eps is None and none_eps is not None:
                 eps = none_eps[x.dtype]
@@ -153,20 +145,14 @@ def _gated(
     compute = _gate_first(variant, op) if variant.gate == "pre" else _gate_last(variant, op)
 
     def forward(self, x, gate):  # type: ignore[no-untyped-def]
-        if type(x) not in PLAIN or (applies is not None and not applies(self, x)):
+        if type(x) not in PLAIN or transformed() or (applies is not None and not applies(self, x)):
             return original(self, x, gate)
         weight = self.weight
         if (
-            type(weight) in PLAIN
+            x.device.type in devices
+            and legal(x, weight)
             and type(gate) in PLAIN
-            and x.device.type in devices
-            and x.dtype in FLOATS
-            and weight.dtype in FLOATS
             and gate.dtype in FLOATS
-            and 1 < x.dim() < 9
-            and x.size(-1) == weight.numel()
-            and x.numel() > 0
-            and weight.device == x.device
             and gate.shape == x.shape
         ):
             eps = self.eps if constant is None else constant

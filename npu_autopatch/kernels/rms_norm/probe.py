@@ -15,6 +15,7 @@ from npu_autopatch.kernels.rms_norm.formula import EPS, SIZE
 from npu_autopatch.kernels.rms_norm.forward import fused_forward
 from npu_autopatch.kernels.rms_norm.variant import ACTIVATIONS, Conditions, Variant
 from npu_autopatch.ops import rms_norm as ops
+from npu_autopatch.ops.legality import FLOATS
 
 
 class Unproved(Exception):
@@ -115,7 +116,7 @@ class Probe:
         setattr(self.instance, name, None)
         found = []
         try:
-            for dtype in ops.FLOATS:
+            for dtype in FLOATS:
                 self.set_dtype(dtype)
                 outcome = self.run(dtype, 1e-4).double()
                 for eps in (torch.finfo(torch.float32).eps, torch.finfo(dtype).eps):
@@ -128,7 +129,7 @@ class Probe:
         self.set_dtype(torch.float32)
         self.eps_value = EPS
         setattr(self.instance, name, EPS)
-        return tuple(found) if len(found) == len(ops.FLOATS) else ()
+        return tuple(found) if len(found) == len(FLOATS) else ()
 
     def with_constant_eps(self) -> Variant:
         """A formula whose eps is no attribute: measured on inputs so small that it outweighs them."""
@@ -207,7 +208,8 @@ class Probe:
                 pinned[name] = value
             else:
                 raise Unproved(f"its forward reads {name}, a {type(value).__name__}, which no guard can hold fast")
-        ranks = tuple(rank for rank, lead in ((2, (2,)), (3, (2, 3)), (4, (2, 2, 5))) if self.keeps_shape(*lead))
+        tried = tuple(rank for rank, lead in ((2, (2,)), (3, (2, 3)), (4, (2, 2, 5))) if self.keeps_shape(*lead))
+        ranks = Conditions.ranks if tried == (2, 3, 4) else tried
         return Conditions(pinned, tuple(sizes), self.methods, ranks, self.keeps_shape(2, 1))
 
     def keeps_shape(self, *lead: int) -> bool:

@@ -79,8 +79,8 @@ class Conditions:
     """What an instance must be like for its class's proof to hold.
 
     `pinned` attributes have the proved value, `sizes` are the last dimension, or a tuple of it, `methods` are not
-    overridden by a subclass; `ranks` are those the original treats alike, and a dimension of length one too if
-    `unit_length`.
+    overridden by a subclass or on the instance; `ranks` are those the original treats alike, and a dimension of
+    length one too if `unit_length`.
     """
 
     pinned: dict[str, Any] = field(default_factory=dict)
@@ -109,7 +109,7 @@ class Conditions:
                 if found != x.shape[-1:] and (found,) != x.shape[-1:]:
                     return False
             for name, method in methods:
-                if getattr(type(self), name, None) is not method:
+                if name in self.__dict__ or getattr(type(self), name, None) is not method:
                     return False
             if ranks is not None and (x.dim() not in ranks or (not unit_length and x.size(-2) == 1)):
                 return False
