@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
+import tarfile
 import zipfile
+from collections.abc import Callable
 from email.parser import Parser
 from pathlib import Path
 
 import pytest
-from virtual_environment import VirtualEnvironment
+from virtual_environment import VirtualEnvironment, execute
 
 PROJECT = Path(__file__).resolve().parents[2]
 
@@ -69,3 +71,16 @@ def test_dependencies_have_lower_bounds_only(archive: zipfile.ZipFile) -> None:
     for requirement in metadata.get_all("Requires-Dist"):
         assert not re.search(r"<|==\s*\d|~=|!=", requirement.partition(";")[0]), requirement
     assert metadata["Requires-Python"].startswith(">=") and "<" not in metadata["Requires-Python"]
+
+
+def test_a_wheel_built_from_the_source_distribution_is_the_same(
+    archive: zipfile.ZipFile, builder: Path, build: Callable[[Path, Path], Path], tmp_path: Path
+) -> None:
+    made = execute(builder, "-m", "hatchling", "build", "-t", "sdist", "-d", tmp_path, cwd=PROJECT)
+    assert made.code == 0, made.err
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(sdist) as source:
+        source.extractall(tmp_path / "source")
+    (unpacked,) = (tmp_path / "source").iterdir()
+    again = zipfile.ZipFile(build(unpacked, tmp_path / "again"))
+    assert {i.filename: i.CRC for i in again.infolist()} == {i.filename: i.CRC for i in archive.infolist()}
