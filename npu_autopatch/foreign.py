@@ -30,14 +30,13 @@ def patched_by(cls: type) -> str:
 
 
 def replaced_classes(module: ModuleType) -> dict[str, type]:
-    """Classes of other packages that stand in `module` under a name that is not theirs, as Liger's do."""
+    """Modules of other packages that stand in `module`, put there like Liger's or imported by it."""
     package = module.__name__.partition(".")[0]
     return {
         name: value
         for name, value in vars(module).items()
         if isinstance(value, type)
         and issubclass(value, torch.nn.Module)
-        and value.__name__ != name
         and value.__module__.partition(".")[0] not in (package, "torch", "transformers", "builtins")
     }
 

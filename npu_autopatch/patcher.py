@@ -108,7 +108,7 @@ def _apply(planned: list[tuple[Site, str, Any]], ledger: Ledger, holder: object)
 def _replaced_classes(module: ModuleType) -> list[Row]:
     rows = []
     for name, cls in foreign.replaced_classes(module).items():
-        words = f"replaced by {cls.__module__}.{cls.__name__}"
+        words = f"the class here is {cls.__module__}.{cls.__name__}, of another package"
         rows.append(Row(module.__name__, site_name(module.__name__, name), "", "", FOREIGN, words))
     return rows
 

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
 
 from npu_autopatch.settings import rank
-
-if TYPE_CHECKING:
-    from rich.console import Group
-    from rich.table import Table
 
 PATCHED, REFUSED, SKIPPED, FAILED, FOREIGN = STATES = ("patched", "refused", "skipped", "failed", "foreign")
 
@@ -59,6 +54,8 @@ class Report:
     def summary(self) -> str:
         """One line."""
         patched = Counter(row.kernel for row in self.sites if row.state == PATCHED)
+        if not patched and not self.settings:
+            return "not enabled: set NPU_AUTOPATCH=1, or call npu_autopatch.enable()"
         if not patched:
             return f"enabled, but nothing was patched: {self._why_nothing()}"
         kernels = ", ".join(f"{kernel} {count}" for kernel, count in patched.items())
@@ -73,29 +70,15 @@ class Report:
         return f"{times} of {len(self.sites)} sites {reason}" if times > 1 else f"{self.sites[0].name}: {reason}"
 
     def __str__(self) -> str:
-        from rich.console import Console
+        """The table in plain text, as wide as the terminal."""
+        from rich.text import Text
 
-        console = Console(width=None if os.isatty(1) else 120, highlight=False)
-        with console.capture() as captured:
-            console.print(self.__rich__())
-        return captured.get().rstrip()
+        from npu_autopatch.listing import listing
 
-    def __rich__(self) -> Group:
-        from rich.console import Group
+        sites = listing(self.sites, shutil.get_terminal_size().columns)
+        return "\n".join([*([Text.from_markup(sites).plain] if sites else []), self.summary()])
 
-        return Group(table(self.sites), self.summary())
+    def __rich__(self) -> object:
+        from rich.text import Text
 
-
-def table(rows: Iterable[Row]) -> Table:
-    """A rich table of sites; of a failure, the last line of its traceback."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    shown = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("site", "kernel", "state", "variant or reason"):
-        shown.add_column(column, overflow="fold", no_wrap=column in ("kernel", "state"))
-    colours = {PATCHED: "green", REFUSED: "dim", SKIPPED: "dim", FAILED: "red", FOREIGN: "yellow"}
-    for row in rows:
-        words = row.variant if row.state == PATCHED else row.reason.strip().splitlines()[-1] if row.reason else ""
-        shown.add_row(escape(row.name), row.kernel, f"[{colours[row.state]}]{row.state}[/]", escape(words))
-    return shown
+        return Text(str(self))

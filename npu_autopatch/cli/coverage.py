@@ -15,9 +15,9 @@ from typing import Any
 
 from npu_autopatch import finder
 from npu_autopatch.cli import child
-from npu_autopatch.cli.sites import listing, matches
 from npu_autopatch.cli.terminal import CommandError, console, progress
 from npu_autopatch.kernels import REGISTRY
+from npu_autopatch.listing import listing, matches
 from npu_autopatch.reporting import FAILED, PATCHED, REFUSED, STATES, Row
 from npu_autopatch.settings import BACKENDS, Settings
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from npu_autopatch.cli import child, machine, startup
 from npu_autopatch.cli.plot import BOTH, FIRST, SECOND, plot
-from npu_autopatch.cli.sites import listing
 from npu_autopatch.cli.terminal import CommandError, console, progress
+from npu_autopatch.listing import listing
 from npu_autopatch.reporting import PATCHED, Row
 from npu_autopatch.settings import BACKENDS
 

@@ -6,9 +6,9 @@ import argparse
 import json
 from typing import Any
 
-from npu_autopatch.cli.sites import listing, matches
 from npu_autopatch.cli.terminal import CommandError, console
 from npu_autopatch.kernels import REGISTRY
+from npu_autopatch.listing import listing, matches
 from npu_autopatch.reporting import STATES, Report, Row
 
 _EXPECTED = "give a file written by NPU_AUTOPATCH_REPORT"

@@ -13,7 +13,6 @@ from npu_autopatch.ops.legality import FLOATS, PLAIN
 RMSNorm = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
 
 
-
 def capability() -> Capability:
     """Whether `npu_rms_norm` can be called here, with a gradient."""
     found = detect("npu_rms_norm", ("gamma", "epsilon"))

@@ -158,7 +158,7 @@ def test_a_kernel_that_fails_leaves_its_module_whole_and_raises_when_explicit(br
         assert [row.state for row in rows_of(module).values()] == ["patched"] * 4
 
 
-def test_the_table_fits_80_columns_and_keeps_every_word() -> None:
+def test_the_table_fits_80_columns_and_keeps_every_word(monkeypatch: pytest.MonkeyPatch) -> None:
     reason = "its forward takes (hidden_states: Tensor, gate: Tensor, residual), not an input and at most a gate"
     rows = [
         Row("m", "qwen3_next.Qwen3NextRMSNormGated", "rms_norm", "gated_post_silu", "patched"),
@@ -174,12 +174,8 @@ def test_the_table_fits_80_columns_and_keeps_every_word() -> None:
         Row("m", "x.Z", "rms_norm", "", "skipped", "by the pattern [xy]* of NPU_AUTOPATCH_SKIP or skip="),
         Row("m", "x.F", "", "", "foreign", "already patched by liger_kernel.transformers.monkey_patch"),
     ]
-    from rich.console import Console
-
-    console = Console(width=80, highlight=False, color_system=None)
-    with console.capture() as captured:
-        console.print(Report(rows))
-    text = captured.get()
+    monkeypatch.setenv("COLUMNS", "80")
+    text = str(Report(rows))
     assert max(map(len, text.splitlines())) <= 80
     squeezed = "".join(text.split())
     for state in STATES:
@@ -199,13 +195,13 @@ def test_str_is_the_table_and_the_summary(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_enabled_and_nothing_patched_is_a_line_of_its_own() -> None:
-    assert (
-        Report().summary()
-        == "enabled, but nothing was patched: no site was found in the modeling modules imported so far"
-    )
+    enabled = {"backend": "npu"}
+    nothing = "enabled, but nothing was patched: no site was found in the modeling modules imported so far"
+    assert Report(settings=enabled).summary() == nothing
+    assert Report().summary() == "not enabled: set NPU_AUTOPATCH=1, or call npu_autopatch.enable()"
     refused = [Row("m", f"x.N{i}", "rms_norm", "", "refused", "torch_npu is not installed") for i in range(3)]
-    assert Report(refused).summary() == "enabled, but nothing was patched: 3 of 3 sites torch_npu is not installed"
-    assert "x.N0: torch_npu is not installed" in Report(refused[:1]).summary()
+    assert Report(refused, enabled).summary() == "enabled, but nothing was patched: 3 of 3 sites torch_npu is not installed"
+    assert "x.N0: torch_npu is not installed" in Report(refused[:1], enabled).summary()
 
 
 def test_each_rank_of_a_launcher_writes_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
