@@ -19,7 +19,7 @@ from npu_autopatch.kernels import REGISTRY, load
 from npu_autopatch.ledger import Ledger
 from npu_autopatch.patcher import PatchError, patch_module
 from npu_autopatch.reporting import FOREIGN, PATCHED, Report, Row
-from npu_autopatch.settings import Settings, SettingsError
+from npu_autopatch.settings import Settings, SettingsError, is_strict
 
 log = logging.getLogger("npu_autopatch")
 
@@ -98,7 +98,6 @@ def module_loaded(module: ModuleType) -> None:
 
 def _begin_from_environment() -> None:
     finder.from_environment = False
-    settings = None
     try:
         settings = Settings.from_environment(REGISTRY)
         _log_to_stderr(settings)
@@ -107,7 +106,7 @@ def _begin_from_environment() -> None:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a kernel that cannot be imported, SystemExit among them
-        if settings is not None and settings.strict:
+        if is_strict():
             raise
         atexit.unregister(_at_exit)
         if not _active:  # an explicit block goes on

@@ -62,7 +62,7 @@ class Settings:
                 kernels=read("NPU_AUTOPATCH", "all"),
                 skip=read("NPU_AUTOPATCH_SKIP"),
                 backend=read("NPU_AUTOPATCH_BACKEND", "npu").lower(),
-                strict=read("NPU_AUTOPATCH_STRICT", "0").lower() not in ("0", "false", "off", "no"),
+                strict=is_strict(environ),
                 report_path=read("NPU_AUTOPATCH_REPORT"),
                 log_level=read("NPU_AUTOPATCH_LOG", "info").lower(),
             )
@@ -81,6 +81,12 @@ class Settings:
 def rank() -> str:
     """The number of this process among those that a launcher such as torchrun started together."""
     return os.environ.get("RANK", "0")
+
+
+def is_strict(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether errors of ours are to be raised into the program: asked apart, for wrong settings are among them."""
+    strict = environ.get("NPU_AUTOPATCH_STRICT", "").strip().lower()
+    return strict not in ("", "0", "false", "off", "no")
 
 
 def _kernels(asked: str | Iterable[str], known: tuple[str, ...]) -> tuple[str, ...]:

@@ -54,6 +54,14 @@ def test_strict_lets_the_error_through(python: Callable[..., Any]) -> None:
     assert "PatchError: transformers.models.gemma2.modeling_gemma2 was not patched and is as it was" in done.stderr
 
 
+def test_strict_lets_a_wrong_setting_through(python: Callable[..., Any]) -> None:
+    code = "import transformers.models.llama.modeling_llama"
+    done = python(code, started=True, NPU_AUTOPATCH="rms_nrom", NPU_AUTOPATCH_STRICT="1")
+    assert done.returncode == 1
+    assert "SettingsError: in the NPU_AUTOPATCH variables, kernel 'rms_nrom' is unknown" in done.stderr
+    assert python(code, started=True, NPU_AUTOPATCH="rms_nrom").returncode == 0
+
+
 def test_a_model_nobody_serves_loads_quietly_but_for_the_last_line(python: Callable[..., Any]) -> None:
     code = """
         from transformers import GPT2Config, GPT2LMHeadModel

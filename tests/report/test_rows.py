@@ -200,7 +200,8 @@ def test_enabled_and_nothing_patched_is_a_line_of_its_own() -> None:
     assert Report(settings=enabled).summary() == nothing
     assert Report().summary() == "not enabled: set NPU_AUTOPATCH=1, or call npu_autopatch.enable()"
     refused = [Row("m", f"x.N{i}", "rms_norm", "", "refused", "torch_npu is not installed") for i in range(3)]
-    assert Report(refused, enabled).summary() == "enabled, but nothing was patched: 3 of 3 sites torch_npu is not installed"
+    all_refused = "enabled, but nothing was patched: 3 of 3 sites torch_npu is not installed"
+    assert Report(refused, enabled).summary() == all_refused
     assert "x.N0: torch_npu is not installed" in Report(refused[:1], enabled).summary()
 
 
