@@ -158,6 +158,20 @@ def _end(activation: Activation) -> None:
 
 
 def _patch(module: ModuleType, activation: Activation) -> None:
+    """Patch `module` for `activation`, and keep what goes wrong from the program if it asked for nothing."""
+    try:
+        _patch_or_raise(module, activation)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a class that is probed may even end the process
+        if not activation.contains:
+            raise
+        cause = error.__cause__ or error
+        words = traceback.format_exception_only(cause)[-1].strip()
+        finder.complain(f"{error}: {words}" if cause is not error else f"{module.__name__} was not patched: {words}")
+
+
+def _patch_or_raise(module: ModuleType, activation: Activation) -> None:
     if module.__name__ == finder.REMOTE_CODE_LOADER:
         remote_code.watch(module, _ledger, activation, module_loaded)
         return
@@ -173,10 +187,7 @@ def _patch(module: ModuleType, activation: Activation) -> None:
     except PatchError as error:
         for row in error.rows:
             _note(row)
-        if not activation.contains:
-            raise
-        cause = traceback.format_exception_only(error.__cause__)[-1].strip() if error.__cause__ else ""
-        finder.complain(f"{error}: {cause}")
+        raise
 
 
 def _forget(module: ModuleType, activation: Activation) -> None:
@@ -217,13 +228,15 @@ def _log_to_stderr(settings: Settings) -> None:
 
 
 def _at_exit(settings: Settings) -> None:
-    final = report()
-    log.info("%s", final.summary())
-    if settings.report_path:
-        try:
+    try:
+        final = report()
+        log.info("%s", final.summary())
+        if settings.report_path:
             final.write(settings.report_path)
-        except OSError as error:
-            finder.complain(f"the report could not be written to {settings.report_path}: {error.strerror}")
+    except OSError as error:
+        finder.complain(f"the report could not be written to {settings.report_path}: {error.strerror}")
+    except Exception as error:  # the program has ended well
+        finder.complain(f"no report: {type(error).__name__}: {error}")
 
 
 _PACKAGES = ("npu-autopatch", "transformers", "torch", "torch_npu", "wrapt")

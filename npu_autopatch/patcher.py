@@ -41,9 +41,9 @@ def patch_module(
             changes = ledger.changes
             with probing.undisturbed():
                 for kernel in kernels:
-                    kernel_name, site = kernel.name, None
+                    kernel_name, site, missing = kernel.name, None, kernel.missing()
                     for site in _sites(module, kernel, ledger):
-                        row, replacement = _decide(site, kernel, settings, ledger)
+                        row, replacement = _decide(site, kernel, missing, settings, ledger)
                         rows.append(row)
                         if replacement is not None:
                             planned.append((site, kernel_name, replacement))
@@ -69,7 +69,7 @@ def _sites(module: ModuleType, kernel: Kernel, ledger: Ledger) -> Iterator[Site]
             yield Site(module.__name__, slot.site, slot.owner, slot.attribute)
 
 
-def _decide(site: Site, kernel: Kernel, settings: Settings, ledger: Ledger) -> tuple[Row, Any]:
+def _decide(site: Site, kernel: Kernel, missing: str, settings: Settings, ledger: Ledger) -> tuple[Row, Any]:
     """The row of a site, and what goes into its slot; None if nothing does."""
 
     def row(state: str, reason: str = "", variant: str = "") -> Row:
@@ -83,7 +83,7 @@ def _decide(site: Site, kernel: Kernel, settings: Settings, ledger: Ledger) -> t
         return row(SKIPPED, f"by the pattern {pattern} of NPU_AUTOPATCH_SKIP or skip="), None
     if isinstance(site.owner, type) and (who := foreign.patched_by(site.owner)):
         return row(FOREIGN, f"already patched by {who}"), None
-    if missing := kernel.missing():
+    if missing:
         return row(REFUSED, missing), None
     outcome = kernel.prove(site, ("npu", "cpu") if settings.backend == "emulate" else ("npu",))
     if not isinstance(outcome, Match):
