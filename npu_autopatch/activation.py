@@ -163,7 +163,7 @@ def _patch(module: ModuleType, activation: Activation) -> None:
         _patch_or_raise(module, activation)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a class that is probed may even end the process
+    except BaseException as error:
         if not activation.contains:
             raise
         cause = error.__cause__ or error

@@ -52,7 +52,9 @@ def patch_module(
                 if ledger.changes == changes:  # or else another thread's patches may have been taken for the original
                     _apply(planned, ledger, holder)
                     return rows
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a class that is probed may try to end the process
         raise PatchError(module.__name__, _failed(module, rows, site, kernel_name)) from error
 
 

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 BREAK_GEMMA2 = """
     import sys
     from npu_autopatch.kernels import load
@@ -25,9 +27,12 @@ BREAK_GEMMA2 = """
 """
 
 
-def test_a_failing_kernel_is_one_line_and_the_next_model_is_patched(python: Callable[..., Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", ["ZeroDivisionError", "SystemExit", "RecursionError"])
+def test_a_failing_kernel_is_one_line_and_the_next_model_is_patched(
+    error: str, python: Callable[..., Any], tmp_path: Path
+) -> None:
     done = python(
-        BREAK_GEMMA2,
+        BREAK_GEMMA2.replace("ZeroDivisionError", error),
         started=True,
         NPU_AUTOPATCH="1",
         NPU_AUTOPATCH_BACKEND="emulate",
@@ -37,7 +42,7 @@ def test_a_failing_kernel_is_one_line_and_the_next_model_is_patched(python: Call
     assert (done.returncode, done.stdout) == (0, "False True\n")
     (line,) = done.stderr.strip().splitlines()
     assert line.startswith("npu_autopatch: transformers.models.gemma2.modeling_gemma2 was not patched and is as it was")
-    assert "ZeroDivisionError: of the kernel" in line
+    assert f"{error}: of the kernel" in line
     report = json.loads((tmp_path / "report.json").read_text())
     states = {site["name"]: site["state"] for site in report["sites"]}
     assert states == {"gemma2.Gemma2RMSNorm": "failed", "llama.LlamaRMSNorm": "patched"}
