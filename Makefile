@@ -8,7 +8,7 @@ PYTEST := -m pytest -q -n 2 --dist loadfile
 # imports every model there is: in a process of its own, or each later test patches them all
 SWEEP := tests/kernels/test_every_norm.py
 
-.PHONY: demo test test-virtual-npu test-packaging lint bench clean $(VERSIONS:%=test-%)
+.PHONY: demo test test-virtual-npu test-packaging lint bench bench-launches clean $(VERSIONS:%=test-%)
 
 demo: $(ENVS)/5.24.0/ready
 	$(ENVS)/5.24.0/bin/npu-autopatch demo
@@ -46,6 +46,9 @@ lint: $(ENVS)/5.24.0/ready
 
 bench: $(ENVS)/5.24.0/ready
 	$(ENVS)/5.24.0/bin/python -m benchmarks
+
+bench-launches: $(ENVS)/virtual_npu/ready
+	$(ENVS)/virtual_npu/bin/python -W ignore -m benchmarks.launches
 
 clean:
 	rm -rf $(ENVS) build dist

@@ -13,6 +13,9 @@ import sys
 from collections.abc import Mapping
 from importlib.machinery import PathFinder
 
+from npu_autopatch.kernels import REGISTRY
+from npu_autopatch.settings import Settings
+
 OFF_VALUES = ("", "0", "false", "off", "no")
 
 
@@ -24,8 +27,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Run a Python script or module, and every Python process it starts, with npu_autopatch on. "
         "Use it where .pth files are not processed, such as pip install --target.",
         usage="npu-autopatch run [options] (script.py | -m module) [arguments ...]",
+        epilog="example: npu-autopatch run --report report.json train.py --epochs 3",
     )
-    parser.add_argument("--kernels", metavar="LIST", help="as in NPU_AUTOPATCH: rms_norm,rope or all,-moe")
+    parser.add_argument("--kernels", metavar="LIST", help="as in NPU_AUTOPATCH: names of kernels, or all,-NAME")
     parser.add_argument("--skip", metavar="PATTERNS", help="sites to leave alone, as in NPU_AUTOPATCH_SKIP")
     parser.add_argument("--backend", choices=("npu", "emulate"), help="as in NPU_AUTOPATCH_BACKEND")
     parser.add_argument("--report", metavar="FILE", help="write the report there at exit, as in NPU_AUTOPATCH_REPORT")
@@ -72,7 +76,9 @@ def _from_arguments(arguments: argparse.Namespace) -> int:
     argv = arguments.script if arguments.module is None else ["-m", *arguments.module]
     if argv[:1] == ["--"]:
         argv = argv[1:]
-    return run(argv, {name: value for name, value in options.items() if value is not None})
+    settings = {name: value for name, value in options.items() if value is not None}
+    Settings.from_environment(REGISTRY, environment(os.environ, "", settings))  # said here, not at the first model
+    return run(argv, settings)
 
 
 def _problem(argv: list[str], chain: str) -> str:
