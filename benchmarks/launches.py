@@ -21,7 +21,7 @@ import npu_autopatch  # noqa: E402
 from tests.virtual_npu.accounting import counted  # noqa: E402
 
 TOKENS = 128
-_SIZES = {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 1536, "head_dim": 64}
+_SIZES = {"vocab_size": 512, "pad_token_id": 0, "hidden_size": 512, "intermediate_size": 1536, "head_dim": 64}
 _HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2}
 FAMILIES = {
     "qwen3": ("Qwen3ForCausalLM", {}),

