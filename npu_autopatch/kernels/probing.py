@@ -97,8 +97,13 @@ def settings_of(module: nn.Module) -> dict[str, Any]:
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
-def operations(cls: type, function: Any, depth: int = 3) -> tuple[set[str], dict[str, Any]]:
+def operations(cls: Any, function: Any) -> tuple[set[str], dict[str, Any]]:
     """The names `function` reaches, through methods of `cls` and functions beside it; and those methods."""
+    return _operations(cls, function)
+
+
+@functools.lru_cache(maxsize=2)  # a class's forward is asked after when it is found, and again when it is probed
+def _operations(cls: type, function: Any, depth: int = 3) -> tuple[set[str], dict[str, Any]]:
     if not isinstance(function, FunctionType):
         return set(), {}
     names: set[str] = set()

@@ -6,7 +6,6 @@ a tiny instance on random inputs say. The proof proper runs the replacement itse
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Iterator
 from inspect import CO_VARARGS, CO_VARKEYWORDS
@@ -76,7 +75,8 @@ def _not_a_norm(cls: type[nn.Module]) -> str:
     """Why the code of the forward cannot be that of a norm; empty if it can."""
     if not isinstance(cls.forward, FunctionType):
         return f"its forward is a {type(cls.forward).__name__}, not a plain function"
-    if not _takes_a_root_of_a_mean(cls, cls.forward):  # type: ignore[arg-type]
+    names, _ = probing.operations(cls, cls.forward)
+    if not (names & _ROOTS and names & _MEANS):
         return "its own forward normalises nothing: it takes no root of a mean"
     if hasattr(cls.forward, "__wrapped__"):
         return "its forward is wrapped in another function"
@@ -84,12 +84,6 @@ def _not_a_norm(cls: type[nn.Module]) -> str:
     if code.co_argcount not in (2, 3) or code.co_kwonlyargcount or code.co_flags & (CO_VARARGS | CO_VARKEYWORDS):
         return f"its forward takes {inspect.signature(cls.forward)}, not an input and at most a gate"
     return ""
-
-
-@functools.lru_cache(maxsize=1)  # asked by `find`, and again by `prove` of the same class
-def _takes_a_root_of_a_mean(cls: type[nn.Module], forward: FunctionType) -> bool:
-    names, _ = probing.operations(cls, forward)
-    return bool(names & _ROOTS and names & _MEANS)
 
 
 def _composite(cls: type[nn.Module]) -> str:
