@@ -30,7 +30,8 @@ def rows() -> Iterator[tuple[str, float, float | None, str]]:
         if ".auto." in name:
             continue
         try:
-            with warnings.catch_warnings(action="ignore"):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
                 module = importlib.import_module(name)
         except Exception:  # an optional dependency is not installed
             continue

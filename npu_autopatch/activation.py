@@ -58,6 +58,7 @@ def disable() -> None:
         _end(_lasting.pop())
     if not _active:
         finder.remove()
+        remote_code.unwrap()
 
 
 @contextmanager
@@ -111,6 +112,7 @@ def _begin_from_environment() -> None:
         atexit.unregister(_at_exit)
         if not _active:  # an explicit block goes on
             finder.remove()
+            remote_code.unwrap()
         kind = "" if isinstance(error, SettingsError) else f"{type(error).__name__}: "
         finder.complain(f"off: {kind}{error}")
 
@@ -173,7 +175,7 @@ def _patch(module: ModuleType, activation: Activation) -> None:
 
 def _patch_or_raise(module: ModuleType, activation: Activation) -> None:
     if module.__name__ == finder.REMOTE_CODE_LOADER:
-        remote_code.watch(module, _ledger, activation, module_loaded)
+        remote_code.watch(_ledger, activation)
         return
     classes = [value for value in list(vars(module).values()) if isinstance(value, type)]
     known = activation.seen.get(module.__name__, ())

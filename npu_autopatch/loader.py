@@ -9,7 +9,7 @@ from typing import Any
 
 import wrapt
 
-from npu_autopatch.finder import complain, remove
+from npu_autopatch.finder import REMOTE_CODE_LOADER, complain, remove
 
 
 class AnnouncingLoader(wrapt.ObjectProxy):  # type: ignore[misc, type-arg]
@@ -43,8 +43,13 @@ def announce(spec: ModuleSpec) -> None:
 
 
 def loaded(module: Any) -> None:
-    """A watched module was executed."""
+    """A watched module was executed. The first one that may hold sites brings in torch, through `activation`."""
     try:
+        if getattr(module, "__name__", "") == REMOTE_CODE_LOADER and "npu_autopatch.activation" not in sys.modules:
+            from npu_autopatch.remote_code import wrap
+
+            wrap(module)
+            return
         from npu_autopatch.activation import module_loaded
     except KeyboardInterrupt:
         raise

@@ -230,3 +230,28 @@ def test_remote_code_in_a_process_started_with_the_environment(folder: Path, pyt
 
 def test_its_version_of_transformers_is_the_one_reported() -> None:
     assert npu_autopatch.report().versions["transformers"] == transformers.__version__
+
+
+@pytest.mark.parametrize("model", ["", "import transformers.models.llama.modeling_llama"], ids=["before", "after"])
+def test_the_loader_of_remote_code_is_watched_without_torch_and_let_go(model: str, python: Callable[..., Any]) -> None:
+    """Tokenizers load it too: what watches it imports nothing that patching needs, and goes with `disable`."""
+    done = python(
+        f"""
+        import sys
+        from transformers import AutoTokenizer, dynamic_module_utils, generation
+        import transformers.generation.utils as holder
+        print("npu_autopatch.activation" in sys.modules)
+        original = dynamic_module_utils.get_class_in_module.__wrapped__
+        {model}
+        import npu_autopatch
+        npu_autopatch.disable()
+        print([m.get_class_in_module is original for m in (dynamic_module_utils, holder)])
+        print([type(finder).__name__ for finder in sys.meta_path].count("ModelingFinder"))
+        """,
+        started=True,
+        NPU_AUTOPATCH="1",
+        NPU_AUTOPATCH_BACKEND="emulate",
+        NPU_AUTOPATCH_LOG="warning",
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split("\n") == ["False", "[True, True]", "0", ""]
