@@ -208,9 +208,15 @@ class Probe:
                 pinned[name] = value
             else:
                 raise Unproved(f"its forward reads {name}, a {type(value).__name__}, which no guard can hold fast")
-        tried = tuple(rank for rank, lead in ((2, (2,)), (3, (2, 3)), (4, (2, 2, 5))) if self.keeps_shape(*lead))
-        ranks = Conditions.ranks if tried == (2, 3, 4) else tried
-        return Conditions(pinned, tuple(sizes), self.methods, ranks, self.keeps_shape(2, 1))
+        return Conditions(pinned, tuple(sizes), self.methods, *self.shapes())
+
+    def shapes(self) -> tuple[tuple[int, ...], bool]:
+        """The ranks it treats alike, and whether a dimension of length one is like any other; rank 3 it has shown."""
+        two, four_with_one = self.keeps_shape(2), self.keeps_shape(2, 2, 1)
+        if two and four_with_one:
+            return Conditions.ranks, True
+        four = four_with_one or self.keeps_shape(2, 2, 5)
+        return tuple(rank for rank, same in ((2, two), (3, True), (4, four)) if same), self.keeps_shape(2, 1)
 
     def keeps_shape(self, *lead: int) -> bool:
         try:
