@@ -32,6 +32,43 @@ class NoEps(Plain):
         return self.scale * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True))).to(tokens.dtype)
 
 
+class WithEpsOfItsClass(nn.Module):
+    tiny = 1e-5
+
+    def __init__(self, width):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, tokens):
+        wide = tokens.float()
+        return self.scale * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.tiny)).to(tokens.dtype)
+
+
+class WithEpsAsProperty(Plain):
+    @property
+    def softening(self):
+        return self.tiny
+
+    def forward(self, tokens):
+        wide = tokens.float()
+        return self.scale * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.softening)).to(tokens.dtype)
+
+
+class FlaggedByItsClass(Plain):
+    doubled = False
+
+    def forward(self, tokens):
+        wide = tokens.float()
+        result = self.scale * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.tiny)).to(tokens.dtype)
+        return result * 2 if self.doubled else result
+
+
+class InPlace(Plain):
+    def forward(self, tokens):
+        root = torch.rsqrt(tokens.float().pow(2).mean(-1, keepdim=True) + self.tiny)
+        return tokens.mul_(root).mul(self.scale)
+
+
 class OfTorch(nn.RMSNorm):
     pass
 

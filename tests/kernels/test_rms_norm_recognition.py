@@ -101,6 +101,8 @@ def test_an_eps_the_op_does_not_take_is_left_to_the_original(patched, eps):
     ("cls", "words"),
     [
         (original.ClampedInside, "at scale 60"),
+        (original.InPlace, "writes to its input"),
+        (original.WithEpsAsProperty, "reads softening of its class, a property"),
         (original.Detached, "gradient"),
         (original.Dropping, ""),
         (original.Biased, "no RMS norm"),
@@ -129,6 +131,32 @@ def test_a_setting_the_proof_did_not_cover_runs_the_original(patched):
         norm = cls(32, factor=factor)
         with CallsOf("npu_rms_norm") as calls:
             assert torch.allclose(norm(x), original.Unscaled.forward(norm, x), rtol=1e-5, atol=1e-6)
+        assert calls.count == fused
+
+
+@pytest.mark.parametrize("where", ["the subclass", "the instance", "the class"])
+def test_an_eps_of_the_class_is_the_one_in_force(patched, where):
+    row, cls = patched(original.WithEpsOfItsClass)
+    assert row.state == "patched"
+    derived = type("Derived", (cls,), {"tiny": 0.5} if where == "the subclass" else {})
+    norm, x = derived(32), torch.randn(2, 3, 32)
+    if where == "the instance":
+        norm.tiny = 0.5
+    with pytest.MonkeyPatch.context() as changed, CallsOf("npu_rms_norm") as calls:
+        if where == "the class":
+            changed.setattr(cls, "tiny", 0.5)
+        assert torch.allclose(norm(x), F.rms_norm(x, (32,), norm.scale, 0.5), rtol=1e-5, atol=1e-6)
+    assert calls.count == 1
+
+
+def test_a_flag_of_the_class_is_followed(patched):
+    row, cls = patched(original.FlaggedByItsClass)
+    assert row.state == "patched"
+    x = torch.randn(2, 3, 32)
+    for derived, fused in ((cls, 1), (type("Doubled", (cls,), {"doubled": True}), 0)):
+        norm = derived(32)
+        with CallsOf("npu_rms_norm") as calls:
+            assert torch.allclose(norm(x), original.FlaggedByItsClass.forward(norm, x), rtol=1e-5, atol=1e-6)
         assert calls.count == fused
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any, cast
@@ -17,6 +18,8 @@ from npu_autopatch.kernels.rms_norm.variant import ACTIVATIONS, Conditions, Vari
 from npu_autopatch.ops import rms_norm as ops
 from npu_autopatch.ops.legality import FLOATS
 
+_ABSENT = object()
+
 
 class Unproved(Exception):
     """Ends a probe; the message is the reason of the refusal."""
@@ -29,7 +32,8 @@ class Probe:
         self.cls, self.original = cls, cast(FunctionType, cls.forward)
         self.instance = probing.build(cls, SIZE, **settings)
         self.gated = cls.forward.__code__.co_argcount == 3
-        self.methods = probing.operations(cls, cls.forward)[1]
+        names, self.methods = probing.operations(cls, cls.forward)
+        self.shared = self.class_attributes(names)
         if children := [name for name, _ in self.instance.named_children()]:
             raise Unproved(f"its forward runs other modules ({', '.join(children)})")
         self.tensors = dict((*self.instance.named_parameters(), *self.instance.named_buffers()))
@@ -37,6 +41,20 @@ class Probe:
         self.set_dtype(torch.float32)
         self.eps_value = EPS
         self.known: dict[tuple[torch.dtype, float], Tensor] = {}  # outputs of the original that are needed twice
+
+    def class_attributes(self, names: set[str]) -> dict[str, Any]:
+        """What the forward may read from the class: set on the instance, to be tried and pinned like its own."""
+        shared = {}
+        for name in names:
+            value = inspect.getattr_static(self.cls, name, _ABSENT)
+            if value is _ABSENT or hasattr(nn.Module, name) or isinstance(value, (FunctionType, staticmethod, type)):
+                continue
+            if value is not None and not isinstance(value, (bool, int, float, str)):
+                raise Unproved(f"its forward reads {name} of its class, a {type(value).__name__}")
+            if name not in vars(self.instance):
+                shared[name] = value
+                setattr(self.instance, name, value)
+        return shared
 
     @torch.no_grad()
     def case(self) -> tuple[Variant, Conditions]:
@@ -57,7 +75,9 @@ class Probe:
     def set_dtype(self, dtype: torch.dtype) -> None:
         """Random weights, the same for each instance, in `dtype`."""
         for name, tensor in self.tensors.items():
-            tensor.data = formula.sample(dtype, 1.0, self.seeds[name], *tensor.shape)
+            tensor.data = formula.sample(
+                dtype, 1.0, self.seeds[name], *tensor.shape
+            ).clone()  # a forward may write to it
 
     def run(self, dtype: torch.dtype = torch.float32, scale: float = 1.0, *lead: int, forward: Any = None) -> Tensor:
         """The output for an input, and a gate, of ``(*lead, SIZE)``."""
@@ -66,11 +86,18 @@ class Probe:
         return self.call(forward or self.original, *inputs[: 1 + self.gated])
 
     def call(self, forward: Callable[..., Any], *inputs: Tensor) -> Tensor:
+        versions = [x._version for x in inputs]
         try:
             outcome = forward(self.instance, *inputs)
         except Exception as error:
             line = f"its forward fails on {tuple(inputs[0].shape)} {inputs[0].dtype}: {type(error).__name__}: {error}"
             raise Unproved(line) from error
+        finally:
+            written = versions != [x._version for x in inputs]
+            if written:
+                formula.sample.cache_clear()
+        if written:
+            raise Unproved("it writes to its input")
         if type(outcome) is not Tensor:
             raise Unproved(f"it returns {type(outcome).__name__}, not one tensor")
         return outcome
@@ -194,14 +221,8 @@ class Probe:
         for name, value in probing.settings_of(self.instance).items():
             if name in (variant.eps, variant.groups):
                 continue
-            delattr(self.instance, name)
-            try:
-                if torch.equal(self.run(), expected):
-                    continue
-            except Unproved:
-                pass
-            finally:
-                setattr(self.instance, name, value)
+            if name not in self.shared and not self.matters(name, value, expected):
+                continue
             if value in (SIZE, (SIZE,)) and not isinstance(value, float):
                 sizes.append(name)
             elif value is None or isinstance(value, (bool, int, float, str)):
@@ -209,6 +230,16 @@ class Probe:
             else:
                 raise Unproved(f"its forward reads {name}, a {type(value).__name__}, which no guard can hold fast")
         return Conditions(pinned, tuple(sizes), self.methods, *self.shapes())
+
+    def matters(self, name: str, value: Any, expected: Tensor) -> bool:
+        """Whether the output is another, or none, without an attribute of the instance."""
+        delattr(self.instance, name)
+        try:
+            return not torch.equal(self.run(), expected)
+        except Unproved:
+            return True
+        finally:
+            setattr(self.instance, name, value)
 
     def shapes(self) -> tuple[tuple[int, ...], bool]:
         """The ranks it treats alike, and whether a dimension of length one is like any other; rank 3 it has shown."""
