@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from importlib.machinery import PathFinder
 
 from npu_autopatch.kernels import REGISTRY
-from npu_autopatch.settings import Settings
+from npu_autopatch.settings import Settings, SettingsError
 
 OFF_VALUES = ("", "0", "false", "off", "no")
 
@@ -45,12 +45,13 @@ def run(argv: list[str], settings: Mapping[str, str] | None = None) -> int:
     stderr.
     """
     chain = chain_folder()
-    problem = _problem(argv, chain)
+    variables = environment(os.environ, chain, settings or {})
+    problem = _problem(argv, chain) or _wrong_setting(variables)
     if not problem:
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()
-        os.execve(sys.executable, [sys.executable, *argv], environment(os.environ, chain, settings or {}))
+        os.execve(sys.executable, [sys.executable, *argv], variables)
     print(f"npu-autopatch run: {problem}", file=sys.stderr)
     return 2
 
@@ -76,9 +77,7 @@ def _from_arguments(arguments: argparse.Namespace) -> int:
     argv = arguments.script if arguments.module is None else ["-m", *arguments.module]
     if argv[:1] == ["--"]:
         argv = argv[1:]
-    settings = {name: value for name, value in options.items() if value is not None}
-    Settings.from_environment(REGISTRY, environment(os.environ, "", settings))  # said here, not at the first model
-    return run(argv, settings)
+    return run(argv, {name: value for name, value in options.items() if value is not None})
 
 
 def _problem(argv: list[str], chain: str) -> str:
@@ -89,6 +88,15 @@ def _problem(argv: list[str], chain: str) -> str:
         return "nothing to run: give a script, or -m and a module"
     if argv[0] != "-m" and not os.path.exists(argv[0]):
         return f"there is no script {argv[0]!r}: give the path of a Python file, or -m and a module"
+    return ""
+
+
+def _wrong_setting(variables: Mapping[str, str]) -> str:
+    """What the settings of the new process would be refused for: said here rather than at its first model."""
+    try:
+        Settings.from_environment(REGISTRY, variables)
+    except SettingsError as error:
+        return str(error)
     return ""
 
 

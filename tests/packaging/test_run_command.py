@@ -82,7 +82,16 @@ def test_run_turns_it_on_if_it_is_off(target: VirtualEnvironment, tmp_path: Path
 
 def test_run_keeps_the_users_own_list_of_kernels(target: VirtualEnvironment, tmp_path: Path) -> None:
     script = write(tmp_path, "script.py", "import os; print(os.environ['NPU_AUTOPATCH'])")
-    run(target, script, on="all,-moe").said("all,-moe\n")
+    run(target, script, on="rms_norm").said("rms_norm\n")
+
+
+def test_run_refuses_a_list_it_cannot_follow_before_it_starts_anything(
+    target: VirtualEnvironment, tmp_path: Path
+) -> None:
+    script = write(tmp_path, "script.py", "print('started')")
+    done = run(target, script, on="rms_nrom")
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("npu-autopatch") and "'rms_nrom' is unknown: choose" in done.err
 
 
 def test_options_become_variables(target: VirtualEnvironment, tmp_path: Path) -> None:
