@@ -46,7 +46,7 @@ def run(argv: list[str], settings: Mapping[str, str] | None = None) -> int:
     """
     chain = chain_folder()
     variables = environment(os.environ, chain, settings or {})
-    problem = _problem(argv, chain) or _wrong_setting(variables)
+    problem = _wrong_setting(variables) or _problem(argv, chain)
     if not problem:
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
