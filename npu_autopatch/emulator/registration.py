@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 _DEFINITIONS = torch.library.Library("npu", "FRAGMENT")
 
@@ -54,10 +56,12 @@ def register(op: EmulatedOp) -> None:
 
 
 def _without_gradient(qualified: str) -> Callable[..., Any]:
-    """What torch_npu does for an op without a formula: the result is cut from the graph, without a word."""
+    """What torch_npu does for an op without a formula: a warning, and the result is cut from the graph."""
     overload = getattr(torch.ops.npu, qualified.partition("::")[2]).default
 
     def detached(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tree_leaves((args, kwargs))):
+            warnings.warn(f"torch_npu has no gradient for {qualified}: none flows through it", stacklevel=2)
         with torch._C._AutoDispatchBelowAutograd():
             return overload(*args, **kwargs)
 

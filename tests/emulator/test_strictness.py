@@ -109,7 +109,22 @@ def test_fake_and_meta_tensors_have_the_real_shapes(dtype):
 def test_an_op_without_a_formula_loses_its_gradient_as_on_the_device():
     register(EmulatedOp("npu_without_formula_(Tensor x) -> Tensor", lambda x: x * 2, lambda x: x.new_empty(x.shape)))
     x = torch.ones(3, requires_grad=True)
-    assert not torch.ops.npu.npu_without_formula_(x).requires_grad
+    with pytest.warns(UserWarning, match="no gradient for npu::npu_without_formula_"):
+        assert not torch.ops.npu.npu_without_formula_(x).requires_grad
+
+
+def test_a_second_derivative_is_missed_with_a_warning():
+    x = torch.randn(2, 8, requires_grad=True)
+    y, _ = torch.ops.npu.npu_rms_norm(x, torch.ones(8), 1e-6)
+    with pytest.warns(UserWarning, match="no gradient for npu::npu_rms_norm_backward"):
+        (gradient,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
+    assert torch.isfinite(gradient).all()
+
+
+def test_a_first_derivative_comes_without_a_warning(recwarn):
+    x = torch.randn(2, 8, requires_grad=True)
+    torch.ops.npu.npu_rms_norm(x, torch.ones(8), 1e-6)[0].pow(3).sum().backward()
+    assert not recwarn.list
 
 
 def test_the_op_passes_torchs_own_check():
