@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any, cast
@@ -17,8 +16,6 @@ from npu_autopatch.kernels.rms_norm.forward import fused_forward
 from npu_autopatch.kernels.rms_norm.variant import ACTIVATIONS, Conditions, Variant
 from npu_autopatch.ops import rms_norm as ops
 from npu_autopatch.ops.legality import FLOATS
-
-_ABSENT = object()
 
 
 class Unproved(Exception):
@@ -44,10 +41,12 @@ class Probe:
 
     def class_attributes(self, names: set[str]) -> dict[str, Any]:
         """What the forward may read from the class: set on the instance, to be tried and pinned like its own."""
+        bases = [base for base in reversed(self.cls.__mro__) if base not in nn.Module.__mro__]
+        own = {name: value for base in bases for name, value in vars(base).items()}
         shared = {}
-        for name in names:
-            value = inspect.getattr_static(self.cls, name, _ABSENT)
-            if value is _ABSENT or hasattr(nn.Module, name) or isinstance(value, (FunctionType, staticmethod, type)):
+        for name in names & own.keys():
+            value = own[name]
+            if hasattr(nn.Module, name) or isinstance(value, (FunctionType, staticmethod, type)):
                 continue
             if value is not None and not isinstance(value, (bool, int, float, str)):
                 raise Unproved(f"its forward reads {name} of its class, a {type(value).__name__}")
