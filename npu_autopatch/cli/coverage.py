@@ -46,7 +46,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog="example: npu-autopatch coverage --family 'qwen*,glm4*' --refused",
         allow_abbrev=False,
     )
-    parser.add_argument("--kernels", metavar="LIST", default="all", help="as in NPU_AUTOPATCH: rms_norm or all,-moe")
+    parser.add_argument(
+        "--kernels", metavar="LIST", default="all", help="as in NPU_AUTOPATCH: names of kernels, or all,-NAME"
+    )
     parser.add_argument("--backend", choices=BACKENDS, help="default: npu where torch has a device, else emulate")
     parser.add_argument("--family", metavar="PATTERN", default="*", help="only families that match, such as 'qwen3*'")
     parser.add_argument("--refused", action="store_true", help="list each refused site with its reason")

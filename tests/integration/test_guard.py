@@ -13,6 +13,7 @@ from torch.func import functional_call, vmap
 from torch.nn.utils import parametrize
 from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.llama import modeling_llama
+from transformers.models.llama4 import modeling_llama4
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 import npu_autopatch
@@ -333,6 +334,17 @@ def test_torch_func_differentiates_a_patched_norm(name: str, patched: None, fuse
     assert not count
     original(norm, *inputs).pow(2).sum().backward()
     torch.testing.assert_close(found, norm.weight.grad)
+
+
+def test_torch_func_differentiates_a_norm_without_a_weight(patched: None, fused_calls: Any) -> None:
+    norm, x = modeling_llama4.Llama4TextL2Norm(), torch.linspace(-1, 2, 16).reshape(2, 8)
+    with fused_calls() as count:
+        found = torch.func.grad(lambda x: norm(x).pow(3).sum())(x)
+        assert not count
+        leaf = x.clone().requires_grad_()
+        norm(leaf).pow(3).sum().backward()
+    assert count == FUSED_BOTH
+    torch.testing.assert_close(found, leaf.grad)
 
 
 def test_a_step_replaced_on_one_instance_is_followed(patched: None, fused_calls: Any) -> None:

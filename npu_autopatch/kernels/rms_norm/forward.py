@@ -115,14 +115,9 @@ def _weightless(
     constant: float | None,
 ) -> Callable[..., Tensor]:
     def forward(self, x):  # type: ignore[no-untyped-def]
-        if (
-            type(x) in PLAIN
-            and x.device.type in devices
-            and x.dtype in FLOATS
-            and 1 < x.dim() < 9
-            and x.numel() > 0
-            and (applies is None or applies(self, x))
-        ):
+        if type(x) not in PLAIN or transformed() or (applies is not None and not applies(self, x)):
+            return original(self, x)
+        if x.device.type in devices and x.dtype in FLOATS and 1 < x.dim() < 9 and x.numel() > 0:
             eps = self.eps if constant is None else constant
             if eps is None and none_eps is not None:
                 eps = none_eps[x.dtype]
