@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 REGISTRY = {
     "rms_norm": "npu_autopatch.kernels.rms_norm",
+    "swiglu": "npu_autopatch.kernels.swiglu",
 }
 
 
