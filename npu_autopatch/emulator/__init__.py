@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import threading
 
-from npu_autopatch.emulator import rms_norm, swiglu
+from npu_autopatch.emulator import rms_norm, rotary, swiglu
 from npu_autopatch.emulator.registration import EmulatedOp, register
 
-OPS: tuple[EmulatedOp, ...] = (*rms_norm.OPS, *swiglu.OPS)
+OPS: tuple[EmulatedOp, ...] = (*rms_norm.OPS, *rotary.OPS, *swiglu.OPS)
 
 _installed: list[EmulatedOp] = []
 _installing = threading.Lock()

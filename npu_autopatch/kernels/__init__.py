@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 REGISTRY = {
     "rms_norm": "npu_autopatch.kernels.rms_norm",
     "swiglu": "npu_autopatch.kernels.swiglu",
+    "rope": "npu_autopatch.kernels.rope",
 }
 
 

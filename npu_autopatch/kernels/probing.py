@@ -128,6 +128,44 @@ def _operations(cls: type, function: Any, depth: int = 3) -> tuple[set[str], dic
     return names, methods
 
 
+def code_of(function: FunctionType, depth: int = 4) -> tuple[Any, ...] | None:
+    """All that decides what `function` computes: equal for two functions of the same code, whatever their module.
+
+    Its code and defaults, and of each global it names the value, or for a function the code again. None where it is
+    a closure, or a value cannot be compared or could be changed in place.
+    """
+    if function.__closure__:
+        return None
+    code = function.__code__
+    values = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    values += [function.__globals__[name] for name in _all_names(code) if name in function.__globals__]
+    parts: list[Any] = [_without_place(code, function.__doc__)]
+    for value in values:
+        if isinstance(value, FunctionType):
+            value = code_of(value, depth - 1) if depth else None
+            if value is None:
+                return None
+        elif not isinstance(value, (ModuleType, type, int, float, str, bool, torch.dtype, type(None))):
+            return None
+        parts.append((type(value), value))
+    return tuple(parts)
+
+
+def _all_names(code: CodeType) -> list[str]:
+    nested = [name for const in code.co_consts if isinstance(const, CodeType) for name in _all_names(const)]
+    return [*code.co_names, *nested]
+
+
+def _without_place(code: CodeType, doc: str | None = None) -> tuple[Any, ...]:
+    """A code object without its file, lines and docstring."""
+    consts = tuple(
+        _without_place(const) if isinstance(const, CodeType) else (type(const), None if const == doc else const)
+        for const in code.co_consts
+    )
+    named = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
+    return (code.co_code, code.co_flags, code.co_argcount, code.co_kwonlyargcount, consts, named)
+
+
 def ulp(exact: Tensor, dtype: torch.dtype) -> Tensor:
     """One unit in the last place of `dtype` at each value of the fp64 tensor `exact`."""
     info = torch.finfo(dtype)
