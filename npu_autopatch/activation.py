@@ -76,10 +76,10 @@ def patched(
 def report() -> Report:
     """What happened to every site so far, in this process."""
     _finish_half_loaded()
-    classes = {slot.owner for slot in _ledger if isinstance(slot.owner, type)}
+    slots = {slot.owner: slot for slot in _ledger if slot.site and isinstance(slot.owner, type)}
     rows = list(_rows.values())
-    for cls, homes in foreign.instances_with_own_forward(classes).items():
-        row = next(row for row in rows if row.module == cls.__module__ and row.name.endswith(f".{cls.__name__}"))
+    for cls, homes in foreign.instances_with_own_forward(slots).items():
+        row = next(row for row in rows if (row.name, row.kernel) == (slots[cls].site, slots[cls].kernel))
         for home, count in homes.items():
             have = "instances have" if count > 1 else "instance has"
             words = f"{count} live {have} a forward of its own, from {home}"
@@ -149,11 +149,12 @@ def _begin(activation: Activation) -> Activation:
 def _end(activation: Activation) -> None:
     _active.remove(activation)
     for slot, found in _ledger.release(activation):
-        module = getattr(slot.owner, "__module__", "")
-        key = next((key for key in _rows if slot.site and key[:2] == (module, slot.site)), None)
+        key = next((key for key in _rows if slot.site and key[1:] == (slot.site, slot.kernel)), None)
         if key is not None:
-            who = getattr(found, "__module__", None) or type(found).__module__
-            _note(Row(*key, _rows[key].variant, FOREIGN, f"patched over by {who} and left alone"))
+            named = getattr(found, "__module__", None) or type(found).__module__
+            passes_for_it = named == getattr(slot.original, "__module__", None)
+            words = f"patched over by {foreign.home_of(found) if passes_for_it else named} and left alone"
+            _note(Row(*key, _rows[key].variant, FOREIGN, words))
     if not _active and not finder.from_environment:
         finder.remove()
     _reset_dynamo()

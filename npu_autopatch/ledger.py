@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
+
+from npu_autopatch import foreign
 
 _ABSENT = object()
 
@@ -36,6 +40,9 @@ class Slot:
             delattr(self.owner, self.attribute)
         else:
             setattr(self.owner, self.attribute, self.original)
+        if self.site and isinstance(self.owner, ModuleType) and sys.getrefcount(self.replacement) > foreign.ALONE:
+            for module, name in foreign.importers(self.replacement):  # who took the name while it was in place
+                setattr(module, name, self.original)
         return None
 
 
@@ -63,8 +70,13 @@ class Ledger:
         return None
 
     def apply(self, owner: Any, attribute: str, replacement: Any, site: str, holder: object, kernel: str = "") -> Slot:
-        """Set the slot and record what it held."""
-        slot = Slot(owner, attribute, vars(owner).get(attribute, _ABSENT), replacement, site, {holder}, kernel)
+        """Set the slot and record what it held.
+
+        What a module has imported from a patched one is recorded as the original that it stands for.
+        """
+        held = vars(owner).get(attribute, _ABSENT)
+        original = next((slot.original for slot in self._slots if slot.replacement is held), held)
+        slot = Slot(owner, attribute, original, replacement, site, {holder}, kernel)
         setattr(owner, attribute, replacement)
         self._slots.append(slot)
         self.changes += 1

@@ -23,7 +23,7 @@ def listing(rows: Iterable[Row], width: int) -> str:
     blocks: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for row in rows:
         reason = row.reason.strip().splitlines()[-1] if row.reason.strip() else ""
-        words = row.variant if row.state == PATCHED else reason
+        words = "; ".join(filter(None, (row.variant, reason))) if row.state == PATCHED else reason
         blocks.setdefault((row.kernel, row.state), []).append((row.name, words))
     shown = []
     for kernel, state in sorted(blocks, key=lambda block: (block[0], STATES.index(block[1]))):

@@ -42,7 +42,8 @@ def patch_module(
             with probing.undisturbed():
                 for kernel in kernels:
                     kernel_name, site, missing = kernel.name, None, kernel.missing()
-                    for site in _sites(module, kernel, ledger):
+                    # all found before any is decided on: an unfinished search would count as a holder
+                    for site in list(_sites(module, kernel, ledger)):
                         row, replacement = _decide(site, kernel, missing, settings, ledger)
                         rows.append(row)
                         if replacement is not None:
@@ -83,15 +84,18 @@ def _decide(site: Site, kernel: Kernel, missing: str, settings: Settings, ledger
         return row(PATCHED, variant=slot.replacement.__npu_autopatch__), None if pattern else slot
     if pattern:
         return row(SKIPPED, f"by the pattern {pattern} of NPU_AUTOPATCH_SKIP or skip="), None
-    if isinstance(site.owner, type) and (who := foreign.patched_by(site.owner)):
+    in_module = isinstance(site.owner, ModuleType)
+    if who := foreign.function_of(site.owner, site.attribute) if in_module else foreign.patched_by(site.owner):
         return row(FOREIGN, f"already patched by {who}"), None
     if missing:
         return row(REFUSED, missing), None
+    others = foreign.holders(site.owner, site.attribute) if in_module else []
     outcome = kernel.prove(site, ("npu", "cpu") if settings.backend == "emulate" else ("npu",))
     if not isinstance(outcome, Match):
         return row(REFUSED, outcome.reason), None
     outcome.replacement.__npu_autopatch__ = outcome.variant  # type: ignore[attr-defined]
-    return row(PATCHED, variant=outcome.variant), outcome.replacement
+    held = f"not reached where it is held by {', '.join(others)}" if others else ""
+    return row(PATCHED, held, outcome.variant), outcome.replacement
 
 
 def _apply(planned: list[tuple[Site, str, Any]], ledger: Ledger, holder: object) -> None:

@@ -15,7 +15,10 @@ PATCHED, REFUSED, SKIPPED, FAILED, FOREIGN = STATES = ("patched", "refused", "sk
 
 @dataclass(frozen=True)
 class Row:
-    """One site. `state` is one of `STATES`; `reason` is empty for a patched site, a traceback for a failed one."""
+    """One site. `state` is one of `STATES`.
+
+    `reason` is a traceback for a failed one; for a patched one it is empty, or says where it is not reached.
+    """
 
     module: str
     name: str

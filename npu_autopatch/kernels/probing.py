@@ -102,6 +102,12 @@ def operations(cls: Any, function: Any) -> tuple[set[str], dict[str, Any]]:
     return _operations(cls, function)
 
 
+def reached(function: FunctionType) -> set[str]:
+    """The names a function reaches, through functions beside it."""
+    names, _ = _operations.__wrapped__(object, function)  # not kept: it would count as a holder of the function
+    return names
+
+
 @functools.lru_cache(maxsize=2)  # a class's forward is asked after when it is found, and again when it is probed
 def _operations(cls: type, function: Any, depth: int = 3) -> tuple[set[str], dict[str, Any]]:
     if not isinstance(function, FunctionType):

@@ -16,7 +16,7 @@ from torch import nn
 from npu_autopatch.kernels import probing
 from npu_autopatch.kernels.base import Match, Refusal, Site, site_name
 from npu_autopatch.kernels.rope.probe import Probe, Unproved
-from npu_autopatch.kernels.rope.replacement import Roles, fused_function
+from npu_autopatch.kernels.rope.replacement import Roles, fused_function, ours_undone
 from npu_autopatch.kernels.rope.variant import Variant
 from npu_autopatch.ops import rotary as ops
 
@@ -32,69 +32,85 @@ class RopeKernel:
         return ops.capability().missing
 
     def find(self, module: ModuleType) -> Iterator[Site]:
-        """The functions in the namespace of `module` that rotate, and those that are called so."""
+        """The functions in the namespace of `module` that rotate, its own and those it imported."""
+        made = set()  # classes of decorated functions, which may have two names
         for name, value in list(vars(module).items()):
+            # The name only earns a function a line in the report that says why it is none.
+            called_so = "rot" in name.lower() and not isinstance(value, type)
             function = _function(value)
             if function is None or not _may_rotate(function):
+                stranger = called_so and callable(value) and not _at_home(value)
+                if not stranger or isinstance(value, nn.Module):
+                    continue
+            elif not called_so and isinstance(_case(value, function), str):
                 continue
-            # The name only earns a function a line in the report that says why it is none.
-            if "rot" not in name.lower() and not _rotates(value):
-                continue
-            owner, attribute = (module, name) if isinstance(value, FunctionType) else (type(value), "forward")
-            yield Site(module.__name__, site_name(module.__name__, name), owner, attribute)
+            if not isinstance(value, nn.Module):
+                yield Site(module.__name__, site_name(module.__name__, name), module, name)
+            elif type(value) not in made:
+                made.add(type(value))
+                yield Site(module.__name__, site_name(module.__name__, name), type(value), "forward")
 
     def prove(self, site: Site, devices: tuple[str, ...]) -> Match | Refusal:
         """The fused function of the variant that is proved."""
-        slot = getattr(site.owner, site.attribute)
-        original = inspect.unwrap(slot, stop=lambda function: not hasattr(function, "__npu_autopatch__"))
-        in_class = isinstance(site.owner, type)
-        function = cast(type[nn.Module], site.owner)() if in_class else original
-        signature = inspect.signature(original)
-        case = _case(function, _function(function))
+        original = ours_undone(getattr(site.owner, site.attribute))
+        if not isinstance(original, FunctionType):
+            return Refusal(f"it is a {type(original).__name__}, not a plain function")
+        rotary = site.owner() if isinstance(site.owner, type) else original
+        function = _function(rotary)
+        if function is None or not _may_rotate(function):
+            return Refusal("it puts no tensors together, as a rotation does")
+        case = _case(rotary, function)
         if isinstance(case, str):
             return Refusal(case)
         roles, variant = case
-        return Match(str(variant), fused_function(original, signature, roles, variant, ops.op(), devices))
+        fused = fused_function(original, inspect.signature(original), roles, variant, ops.op(), devices)
+        return Match(str(variant), fused)
 
 
 KERNEL = RopeKernel()
 
 
 def _function(value: Any) -> FunctionType | None:
-    """The function a name of a module stands for.
+    """The original function a name of a module stands for.
 
     Where the package kernels is installed, a decorated function is an instance of a class made for it alone, whose
     forward calls the function: that class is patched, as its instance is what others hold.
     """
     if isinstance(value, FunctionType):
-        return value
-    if isinstance(value, nn.Module) and isinstance(forward := type(value).forward, FunctionType):
-        forward = inspect.unwrap(forward, stop=lambda function: not hasattr(function, "__npu_autopatch__"))
-        cells = [cell.cell_contents for cell in forward.__closure__ or ()]
-        if len(cells) == 1 and isinstance(cells[0], FunctionType) and hasattr(forward, "__signature__"):
-            return cells[0]
+        return cast(FunctionType, ours_undone(value))
+    if isinstance(value, nn.Module) and isinstance(type(value).forward, FunctionType):
+        forward = cast(FunctionType, ours_undone(type(value).forward))
+        closure = inspect.getclosurevars(forward).nonlocals if hasattr(forward, "__signature__") else {}
+        found = list(closure.values())
+        if len(found) == 1 and isinstance(found[0], FunctionType):
+            return found[0]
     return None
 
 
+def _at_home(value: Any) -> bool:
+    """Whether a callable comes from transformers or from remote code."""
+    scope = getattr(ours_undone(value), "__globals__", {})
+    return str(scope.get("__name__", "")).startswith("transformers")
+
+
 def _may_rotate(function: FunctionType) -> bool:
-    code = inspect.unwrap(function).__code__
+    code = function.__code__
     if not 3 <= code.co_argcount + code.co_kwonlyargcount <= 8:
         return False
-    names, _ = probing.operations(object, inspect.unwrap(function))
-    return bool(names & _JOINS)
+    return bool(probing.reached(function) & _JOINS)
 
 
-def _case(rotary: Callable[..., Any], function: FunctionType | None) -> tuple[Roles, Variant] | str:
+def _case(rotary: Callable[..., Any], function: FunctionType) -> tuple[Roles, Variant] | str:
     """The proved roles and variant, or why there are none.
 
     Few codes make all the rotary functions there are: each is proved once in a process.
     """
-    code = probing.code_of(function) if function is not None else None
+    code = probing.code_of(function)
     if code is not None and code in _proved:
         return _proved[code]
     case: tuple[Roles, Variant] | str
     try:
-        case = Probe(rotary, inspect.signature(function or rotary)).case()
+        case = Probe(rotary, inspect.signature(function)).case()
     except Unproved as unproved:
         case = str(unproved)
     if code is not None:
@@ -103,11 +119,3 @@ def _case(rotary: Callable[..., Any], function: FunctionType | None) -> tuple[Ro
 
 
 _proved: dict[tuple[Any, ...], tuple[Roles, Variant] | str] = {}
-
-
-def _rotates(function: Callable[..., Any]) -> bool:
-    try:
-        Probe(function, inspect.signature(function)).form()
-    except Unproved:
-        return False
-    return True

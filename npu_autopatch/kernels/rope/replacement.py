@@ -15,6 +15,7 @@ from npu_autopatch.kernels.rope.variant import COMPLEX, Variant, by_sections
 from npu_autopatch.ops.legality import FLOATS, PLAIN, transformed
 from npu_autopatch.ops.rotary import Rotation, legal, rotated
 
+_PLACE = "<npu_autopatch: {}>"
 _HALVES = (torch.bfloat16, torch.float16)
 _SOURCE = """
 def replacement({parameters}):
@@ -102,9 +103,16 @@ def fused_function(
         "fits": _fits(variant),
         "turn": _turn(variant, op),
     }
-    exec(compile(source, f"<npu_autopatch: {getattr(original, '__qualname__', 'rotary')}>", "exec"), scope)
-    replacement: Callable[..., Any] = scope["replacement"]
+    exec(compile(source, _PLACE.format(getattr(original, "__qualname__", "rotary")), "exec"), scope)
+    replacement: Callable[..., Any] = scope.pop("replacement")
     return functools.update_wrapper(replacement, original)
+
+
+def ours_undone(function: Any) -> Any:
+    """The original of a function made here; any other one, also a wrapper around such a function, as it is."""
+    code = getattr(function, "__code__", None)
+    made_here = code is not None and code.co_filename.startswith(_PLACE.partition("{")[0])
+    return function.__wrapped__ if made_here else function
 
 
 def _ready(variant: Variant, devices: tuple[str, ...], single: bool) -> Callable[..., bool]:
