@@ -19,12 +19,14 @@ Op = Callable[[Tensor, bool], Tensor]
 class Ops(NamedTuple):
     """The ops by activation: ``(both halves along the last dimension, whether the first is activated) -> product``.
 
-    None where there is no such op. `silu` copies its input if the second half is activated.
+    None where there is no such op. `silu` copies its input if the second half is activated. `gelu_traces` says whether
+    the two for gelu may be called where a compiler traces.
     """
 
     silu: Op
     gelu: Op | None
     gelu_tanh: Op | None
+    gelu_traces: bool = True
 
 
 def capability() -> Capability:
@@ -35,6 +37,17 @@ def capability() -> Capability:
 def geglu_capability() -> Capability:
     """Whether `npu_geglu` can be called here, with a gradient; without it only SiLU is fused."""
     return _with_gradient(detect("npu_geglu", ("dim", "approximate", "activate_left")))
+
+
+@functools.cache
+def geglu_traces() -> bool:
+    """Whether a compiler can trace the gradient of `npu_geglu`: the Meta kernel of torch_npu 2.13 only raises."""
+    half, whole = torch.empty(1, device="meta"), torch.empty(2, device="meta")
+    try:
+        torch.ops.npu.npu_geglu_grad.default(half, whole, half, -1, 0, True)
+    except (RuntimeError, TypeError):
+        return False
+    return True
 
 
 def _with_gradient(found: Capability) -> Capability:
@@ -73,7 +86,7 @@ def op() -> Ops:
     """The ops of this process; asked for once `npu_swiglu` is there, and what comes with it."""
     if not geglu_capability().available:
         return Ops(_swiglu(), None, None)
-    return Ops(_swiglu(), _geglu(0), _geglu(1))
+    return Ops(_swiglu(), _geglu(0), _geglu(1), geglu_traces())
 
 
 def legal(x: Tensor, gate: Tensor, up: Tensor) -> bool:

@@ -17,11 +17,8 @@ from npu_autopatch.kernels import probing
 from npu_autopatch.ops.swiglu import Op, Ops
 
 Select = Callable[[Any], Op | None]
-FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
-}
+_GELU_TANH = functools.partial(F.gelu, approximate="tanh")
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": _GELU_TANH}
 _kinds: WeakKeyDictionary[Any, str] = WeakKeyDictionary({nn.SiLU: "silu"})
 _REACHED = {"silu", "sigmoid", "gelu", "act", "swish"}
 
@@ -38,7 +35,7 @@ def selector(module: ModuleType, ops: Ops) -> Select:
             types[kind].append(cls)
     silus, gelus, tanhs = tuple(types["silu"]), tuple(types["gelu"]), tuple(types["gelu_tanh"])
     gelus_by_act, tanhs_by_act = tuple(types["gelu.act"]), tuple(types["gelu_tanh.act"])
-    silu, gelu, gelu_tanh = ops
+    silu, gelu, gelu_tanh, gelu_traces = ops
 
     def select(act: Any) -> Op | None:
         cls = type(act)
@@ -46,8 +43,12 @@ def selector(module: ModuleType, ops: Ops) -> Select:
             op: Op | None = silu
         elif act is F.silu:
             return silu
+        elif not gelu_traces and torch.compiler.is_compiling():
+            return None
         elif act is F.gelu:
             return gelu
+        elif act is _GELU_TANH:
+            return gelu_tanh
         elif cls is nn.GELU:
             op = gelu if act.approximate == "none" else gelu_tanh if act.approximate == "tanh" else None
         elif cls in gelus_by_act:

@@ -44,7 +44,6 @@ def _separate(
 ) -> Callable[..., Tensor]:
     gate_first, ranks, product, finish = variant.gate == 0, variant.ranks, _product(variant), _finish(variant)
     function = FUNCTIONS.get(variant.function)
-    op_of_function = getattr(ops, variant.function, None)
 
     def forward(self, x):  # type: ignore[no-untyped-def]
         # Without a gradient the copy that puts the two side by side moves more bytes than the fused op saves.
@@ -57,7 +56,7 @@ def _separate(
         ):
             return original(self, x)
         act = self.act if function is None else function
-        op = select(act) if function is None else op_of_function
+        op = select(act)
         if op is None:
             return original(self, x)
         first, second = self.first(x), self.second(x)  # a merged projection would enter here, and give both as one
@@ -76,7 +75,6 @@ def _single(
 ) -> Callable[..., Tensor]:
     gate_first, ranks, product, finish = variant.gate == 0, variant.ranks, _product(variant), _finish(variant)
     function = FUNCTIONS.get(variant.function)
-    op_of_function = getattr(ops, variant.function, None)
     copying = None if gate_first else ops.silu  # pays under gradients only, as in `_separate`
     split = _viewed if variant.viewed else _chunked
 
@@ -84,7 +82,7 @@ def _single(
         if type(x) not in PLAIN or transformed() or x.device.type not in devices or (ranks and x.dim() not in ranks):
             return original(self, x)
         act = self.act if function is None else function
-        op = select(act) if function is None else op_of_function
+        op = select(act)
         if op is None or (op is copying and not torch.is_grad_enabled()):
             return original(self, x)
         halves = self.first(x)

@@ -134,7 +134,9 @@ def _with_ranks(cls: type[nn.Module], original: FunctionType, variant: Variant, 
     if len(few) == len(_FEW):
         return variant
     alike = [*few, *(lead for lead in _OTHERS if _alike(cls, original, variant, given, lead))]
-    if LEAD not in alike or (1, 1) not in alike:
+    if LEAD not in alike:
+        raise Unproved("in training it computes something else than in evaluation")
+    if (1, 1) not in alike:
         raise Unproved("it computes something else for inputs of some shapes")
     viewed = not variant.separate and "view" in original.__code__.co_names
     ranks = (3,) if viewed else tuple(sorted({len(lead) + 1 for lead in alike}))

@@ -20,6 +20,8 @@ from npu_autopatch.ops.swiglu import REFERENCE
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _WEIGHTS = (torch.float32, torch.bfloat16, torch.int8)  # of a module whose weight's dtype the product is cast to
+# Dtypes of two projections, and first of a single one, that are left to the original's own expression.
+_UNLIKE = ((torch.float64, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32))
 _LEAST = 1e-20  # below this a sigmoid in fp32 has lost its bits, the original's as much as ours
 
 
@@ -36,9 +38,8 @@ class Proof:
         for dtype in _DTYPES:
             for scale in (1.0, 60.0):
                 self.values(dtype, scale, variant.function or "silu")
-        # What the op does not take is left to the original's own expression.
-        unlike = (torch.float32, torch.bfloat16) if variant.separate else (torch.float64, torch.float64)
-        self.same(dtype=torch.bfloat16, dtypes=unlike, result=torch.float16)
+        for unlike in _UNLIKE if variant.separate else _UNLIKE[:1]:
+            self.same(dtype=torch.bfloat16, dtypes=unlike, result=torch.float16)
         self.gradients()
         if _branches(self.original.__code__):
             self.branches()
@@ -135,15 +136,17 @@ def _gradients(form: Variant, kind: str, after: int) -> tuple[Tensor, ...]:
 
 
 def _select(act: Any) -> Any:
-    """What the selector of a module would, for the activation of a proof.
+    """What the selector of a module would, for SiLU alone and the functions a forward may call itself.
 
-    SiLU alone: that the forward activates by what its instance holds, the trace has shown.
+    That the forward activates by what its instance holds, the trace has shown.
     """
-    return REFERENCE.silu if act is SILU else None
+    names: dict[Any, str] = {SILU: "silu", **{function: name for name, function in FUNCTIONS.items()}}
+    return getattr(REFERENCE, names[act]) if act in names else None
 
 
 def _branches(code: CodeType) -> bool:
-    return any("JUMP_IF" in dis.opname[op] for op in code.co_code[::2])
+    names = {dis.opname[op] for op in code.co_code[::2]}
+    return any("JUMP" in name and "_IF_" in name for name in names)
 
 
 def _unguarded(self: Any, *inputs: Any) -> None:
