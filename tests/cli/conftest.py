@@ -30,6 +30,8 @@ torch.npu = sys.modules["torch.npu"] = npu
 library = torch.library.Library("npu", "DEF")
 library.define("npu_rms_norm(Tensor self, Tensor gamma, float epsilon=1e-06) -> (Tensor, Tensor)")
 library.impl("npu_rms_norm", lambda *_: None, "AutogradPrivateUse1")
+library.define("npu_swiglu(Tensor self, int dim=-1) -> Tensor")
+library.impl("npu_swiglu", lambda *_: None, "AutogradPrivateUse1")
 npu_fusion_attention = None  # transformers imports it
 def _autoload():
     pass

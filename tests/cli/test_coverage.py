@@ -82,4 +82,4 @@ def test_a_terminal_shows_a_bar_on_stderr(environment: Callable[..., dict[str, s
         pass
     os.close(screen)
     assert "torch and transformers" in shown.decode() and "100%" in shown.decode()
-    assert json.loads(out)["summary"]["patched"] == 1  # T5LayerNorm
+    assert json.loads(out)["summary"]["patched"] == 2  # T5LayerNorm, T5DenseGatedActDense

@@ -43,10 +43,8 @@ def test_three_steps_equal_the_unpatched(
     with npu_autopatch.patched(backend="emulate"), fused_calls() as count:
         found, changed = train(tiny_model(family), tokens, checkpointing)
     recomputed = norms[family] - 1 if checkpointing else 0  # all but the last norm
-    assert count == {
-        "npu_rms_norm": STEPS * (norms[family] + recomputed),
-        "npu_rms_norm_backward": STEPS * norms[family],
-    }
+    assert count["npu_rms_norm"] == STEPS * (norms[family] + recomputed)
+    assert count["npu_rms_norm_backward"] == STEPS * norms[family]
     torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), rtol=1e-5, atol=1e-5)
     assert changed.keys() == weights.keys()
     for name, weight in weights.items():
@@ -69,7 +67,7 @@ def test_greedy_generation_with_a_cache_gives_the_same_tokens(
         found = generate()
     assert torch.equal(found, expected)
     assert expected.shape == (2, 15)
-    assert count == {"npu_rms_norm": 8 * norms[family]}
+    assert count["npu_rms_norm"] == 8 * norms[family]
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma2"])
@@ -84,7 +82,8 @@ def test_a_model_cast_after_the_patch_gives_what_it_gave(
         with fused_calls() as count:
             found = getattr(model, change)()(tokens).logits
     assert found.dtype == expected.dtype
-    assert count == ({} if change == "double" else {"npu_rms_norm": norms[family]})
+    assert count["npu_rms_norm"] == (0 if change == "double" else norms[family])
+    assert change != "double" or not count
     tolerance = {"half": 1e-2, "bfloat16": 1e-1, "float": 1e-4, "double": 0.0}[change] * expected.abs().max().item()
     torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
 
@@ -109,7 +108,7 @@ def test_autocast_gives_every_module_the_dtype_it_gave(
     with npu_autopatch.patched(backend="emulate"), fused_calls() as count:
         found, fused_loss = dtypes()
     assert found == expected
-    assert count == {"npu_rms_norm": norms[family], "npu_rms_norm_backward": norms[family]}
+    assert count["npu_rms_norm"] == count["npu_rms_norm_backward"] == norms[family]
     torch.testing.assert_close(fused_loss, loss, rtol=2e-2, atol=0)
 
 
@@ -147,4 +146,4 @@ def test_a_teacher_and_a_student_differ_by_the_block_they_run_in(
             student(tokens)
         with torch.inference_mode():
             teacher(tokens)
-    assert count == {"npu_rms_norm": 9}
+    assert count["npu_rms_norm"] == 9

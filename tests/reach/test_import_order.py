@@ -110,7 +110,7 @@ def test_every_way_of_building_a_model_is_reached(
             model = copy.deepcopy(model)
         with fused_calls() as count:
             model(tokens)
-    assert count == {"npu_rms_norm": norms["Qwen3"]}
+    assert count["npu_rms_norm"] == norms["Qwen3"]
 
 
 def test_models_built_before_are_reached_and_let_go(tiny_model: Any, tokens: Any, fused_calls: Any, norms: Any) -> None:
@@ -118,7 +118,7 @@ def test_models_built_before_are_reached_and_let_go(tiny_model: Any, tokens: Any
     expected = model(tokens).logits
     with npu_autopatch.patched(backend="emulate"), fused_calls() as count:
         fused = model(tokens).logits
-    assert count == {"npu_rms_norm": norms["Llama"]}
+    assert count["npu_rms_norm"] == norms["Llama"]
     torch.testing.assert_close(fused, expected)
     with fused_calls() as count:
         assert torch.equal(model(tokens).logits, expected)
@@ -146,7 +146,7 @@ def test_saved_and_loaded_models_are_reached(
     with npu_autopatch.patched(backend="emulate"), fused_calls() as count:
         loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
         torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits)
-    assert count == {"npu_rms_norm": 2 * norms["Llama"]}
+    assert count["npu_rms_norm"] == 2 * norms["Llama"]
 
 
 def test_the_pipelines_of_a_subclassed_model_are_reached(
@@ -158,7 +158,7 @@ def test_the_pipelines_of_a_subclassed_model_are_reached(
     config = tiny_model("Llama").config
     with npu_autopatch.patched(backend="emulate"), fused_calls() as count:
         Mine(config)(tokens)
-    assert count == {"npu_rms_norm": norms["Llama"]}
+    assert count["npu_rms_norm"] == norms["Llama"]
 
 
 def test_a_module_imported_in_a_block_is_patched_and_restored(import_anew: Any) -> None:

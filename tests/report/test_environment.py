@@ -45,7 +45,9 @@ def test_a_failing_kernel_is_one_line_and_the_next_model_is_patched(
     assert f"{error}: of the kernel" in line
     report = json.loads((tmp_path / "report.json").read_text())
     states = {site["name"]: site["state"] for site in report["sites"]}
-    assert states == {"gemma2.Gemma2RMSNorm": "failed", "llama.LlamaRMSNorm": "patched"}
+    assert states["gemma2.Gemma2RMSNorm"] == "failed"
+    assert {state for name, state in states.items() if name.startswith("llama.")} == {"patched"}
+    assert "patched" not in {state for name, state in states.items() if name.startswith("gemma2.")}
     assert "Traceback" in next(site["reason"] for site in report["sites"] if site["state"] == "failed")
     assert report["settings"]["backend"] == "emulate"
 

@@ -56,7 +56,7 @@ def test_every_rms_norm_of_a_module_has_a_row(family: str) -> None:
         assert norms - rows.keys() == set()
         for name, row in rows.items():
             forward = vars(getattr(module, name.partition(".")[2]))["forward"]
-            assert row.kernel == "rms_norm"
+            assert row.kernel == "rms_norm" or name not in norms
             assert (row.state == "patched") == hasattr(forward, "__npu_autopatch__")
             assert (row.state == "patched") == bool(row.variant) == (not row.reason)
             assert row.state in ("patched", "refused")
@@ -92,7 +92,7 @@ def test_a_skipped_site_names_the_pattern() -> None:
     with npu_autopatch.patched(backend="emulate", skip=["qwen3_next.*Gated", "gemma2"]):
         rows = rows_of(modeling_qwen3_next) | rows_of(modeling_gemma2)
         assert not hasattr(modeling_gemma2.Gemma2RMSNorm.forward, "__npu_autopatch__")
-    states = {name: row.state for name, row in rows.items()}
+    states = {name: row.state for name, row in rows.items() if row.kernel == "rms_norm"}
     assert states == {
         "qwen3_next.Qwen3NextRMSNormGated": "skipped",
         "qwen3_next.Qwen3NextRMSNorm": "patched",
@@ -155,7 +155,8 @@ def test_a_kernel_that_fails_leaves_its_module_whole_and_raises_when_explicit(br
     assert not hasattr(modeling_gemma2.Gemma2RMSNorm.forward, "__npu_autopatch__")  # enable did not take place at all
     failing[0] = False
     with npu_autopatch.patched(backend="emulate"):
-        assert [row.state for row in rows_of(module).values()] == ["patched"] * 4
+        rows = rows_of(module).values()
+        assert [row.state for row in rows if row.kernel == "rms_norm"] == ["patched"] * 4
 
 
 def test_the_table_fits_80_columns_and_keeps_every_word(monkeypatch: pytest.MonkeyPatch) -> None:

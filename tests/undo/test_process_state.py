@@ -82,6 +82,10 @@ def test_nothing_differs_after_a_block() -> None:
         "Gemma2RMSNorm",
         "Qwen3NextRMSNorm",
         "Qwen3NextRMSNormGated",
+        "LlamaMLP",
+        "Qwen3MLP",
+        "Gemma2MLP",
+        "Qwen3NextMLP",
     }
     assert after[0].keys() == before[0].keys()
     assert [key for key in after[0] if after[0][key] is not before[0][key]] == []
