@@ -40,6 +40,7 @@ class Slot:
             delattr(self.owner, self.attribute)
         else:
             setattr(self.owner, self.attribute, self.original)
+        del current  # the count is of what others hold
         if self.site and isinstance(self.owner, ModuleType) and sys.getrefcount(self.replacement) > foreign.ALONE:
             for module, name in foreign.importers(self.replacement):  # who took the name while it was in place
                 setattr(module, name, self.original)
