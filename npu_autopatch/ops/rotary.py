@@ -45,7 +45,7 @@ def reference(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
 
 
 def legal(x: Tensor, cos: Tensor, mode: str) -> bool:
-    """Whether `rotated` takes `x`, of rank 3 or 4, with `cos`, of rank 4 and broadcast over the heads.
+    """Whether `rotated` takes `x`, of rank 3 or 4, with `cos`, of rank 4 and broadcast over the heads, if there are any.
 
     `x` is as wide as `cos` here, or wider where only a part of it is rotated.
     """
@@ -60,6 +60,8 @@ def legal(x: Tensor, cos: Tensor, mode: str) -> bool:
         heads = first
     elif length == 1 and one == first:  # B S N D
         heads = second
+    elif (rows, one, length) == (batch, first, second):  # no heads: an angle for each vector
+        batch = heads = rows = 1
     else:
         return False
     if rows != 1 and rows != batch:
@@ -81,6 +83,9 @@ def rotated(op: Rotation, mode: str) -> Callable[[Tensor, Tensor, Tensor], Tenso
         if x.dim() == 3:
             return rotate(x.unsqueeze(0), cos, sin).squeeze(0)
         heads_first = cos.size(1) == 1 and cos.size(2) == x.size(2)
+        if not heads_first and cos.size(2) != 1:
+            alone = (1, -1, 1, x.size(-1))
+            return op(x.reshape(alone), cos.reshape(alone), sin.reshape(alone), mode).view(x.shape)
         if interleave and cos.size(0) != 1:
             if heads_first:
                 x, cos, sin = x.transpose(1, 2), cos.transpose(1, 2), sin.transpose(1, 2)
