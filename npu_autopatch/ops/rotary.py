@@ -45,7 +45,7 @@ def reference(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
 
 
 def legal(x: Tensor, cos: Tensor, mode: str) -> bool:
-    """Whether `rotated` takes `x`, of rank 3 or 4, with `cos`, of rank 4 and broadcast over the heads, if there are any.
+    """Whether `rotated` takes `x`, of rank 3 or 4, with `cos`, of rank 4 and broadcast over the heads if there are any.
 
     `x` is as wide as `cos` here, or wider where only a part of it is rotated.
     """

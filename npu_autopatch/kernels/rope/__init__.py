@@ -39,7 +39,7 @@ class RopeKernel:
             called_so = "rot" in name.lower() and not isinstance(value, type)
             function = _function(value)
             if function is None or not _may_rotate(function):
-                stranger = called_so and callable(value) and not _at_home(value)
+                stranger = called_so and callable(value) and not _at_home(value, module)
                 if not stranger or isinstance(value, nn.Module):
                     continue
             elif not called_so and isinstance(_case(value, function), str):
@@ -87,10 +87,10 @@ def _function(value: Any) -> FunctionType | None:
     return None
 
 
-def _at_home(value: Any) -> bool:
-    """Whether a callable comes from transformers or from remote code."""
-    scope = getattr(ours_undone(value), "__globals__", {})
-    return str(scope.get("__name__", "")).startswith("transformers")
+def _at_home(value: Any, module: ModuleType) -> bool:
+    """Whether a callable comes from the module itself, from transformers or from remote code."""
+    home = getattr(ours_undone(value), "__globals__", {}).get("__name__", "")
+    return bool(home == module.__name__ or home.startswith("transformers"))
 
 
 def _may_rotate(function: FunctionType) -> bool:
