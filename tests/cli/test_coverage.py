@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -73,13 +75,17 @@ def test_a_terminal_shows_a_bar_on_stderr(environment: Callable[..., dict[str, s
         text=True,
     )
     os.close(terminal)
+    shown = []
+
+    def read() -> None:
+        with contextlib.suppress(OSError):  # all read
+            while piece := os.read(screen, 4096):
+                shown.append(piece)
+
+    reader = threading.Thread(target=read)  # a terminal nobody reads stops the process after some 4 kB
+    reader.start()
     out, _ = process.communicate(timeout=120)
-    shown = b""
-    try:
-        while piece := os.read(screen, 4096):
-            shown += piece
-    except OSError:  # all read
-        pass
+    reader.join()
     os.close(screen)
-    assert "torch and transformers" in shown.decode() and "100%" in shown.decode()
+    assert "torch and transformers" in b"".join(shown).decode() and "100%" in b"".join(shown).decode()
     assert json.loads(out)["summary"]["patched"] == 2  # T5LayerNorm, T5DenseGatedActDense
