@@ -64,7 +64,11 @@ def device_kernel(label: str, function: Callable[..., Any], op: torch._ops.OpOve
                 if value is view:
                     return original
                 if aliases and value.numel() and _same_memory(value, view):
-                    return original.as_strided(value.size(), value.stride(), value.storage_offset())
+                    place = value.storage_offset(), value.size(), value.stride()
+                    if value.dtype is original.dtype:
+                        return original.as_strided(*place[1:], place[0])
+                    # complex seen as real, or the other way round
+                    return torch.empty(0, dtype=value.dtype, device="npu").set_(original.untyped_storage(), *place)
             fresh.append(contiguous_on_device(value))
             return fresh[-1]
 

@@ -1,0 +1,123 @@
+"""Whole models of many families: fused and original give one answer and one set of gradients, in each dtype."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+import npu_autopatch
+from npu_autopatch.ops import rotary
+from npu_autopatch.reporting import Row
+
+from .comparison import Fused, Outcome, exact_outcome, further, outcome, worse
+from .families import FAMILIES, inputs, tiny
+
+PRESENT = [name for name, family in FAMILIES.items() if family.exists]
+each_family = pytest.mark.parametrize("name", PRESENT)
+# what the report has of a family's module besides patched sites: parts of the model that are none
+NO_SITES = {
+    "cohere": {"CohereLayerNorm"},
+    "cohere2": {"Cohere2LayerNorm"},
+}
+KERNELS = {"npu_rms_norm": "rms_norm", "npu_rotary_mul": "rope", "npu_swiglu": "swiglu", "npu_geglu": "swiglu"}
+
+
+@functools.cache
+def unpatched(name: str, dtype: torch.dtype) -> tuple[Outcome, Outcome]:
+    """The original's outcome, and the exact one."""
+    model = tiny(name, dtype)
+    return outcome(model, inputs(name)), exact_outcome(model, inputs(name))
+
+
+@functools.cache
+def patched(name: str, dtype: torch.dtype) -> tuple[Outcome, dict[str, int], list[Row]]:
+    """The outcome under the patch, the fused calls, and what the report has of the family's module."""
+    model = tiny(name, dtype)
+    with npu_autopatch.patched(backend="emulate") as report, Fused() as fused:
+        got = outcome(model, inputs(name))
+    return got, dict(fused.calls), [row for row in report.sites if row.module == type(model).__module__]
+
+
+def test_forty_families_are_here() -> None:
+    assert len(PRESENT) >= 40
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@each_family
+def test_every_layer_runs_fused_and_answer_and_gradients_are_no_worse(name: str, dtype: torch.dtype) -> None:
+    got, calls, _ = patched(name, dtype)
+    assert calls == FAMILIES[name].calls
+    assert not (found := worse(got, *unpatched(name, dtype))), "\n".join(found)
+
+
+@each_family
+def test_the_report_has_every_site_of_the_family_as_patched(name: str) -> None:
+    _, calls, rows = patched(name, torch.float32)
+    others = [row for row in rows if row.state != "patched"]
+    assert {row.name.rpartition(".")[2] for row in others} == NO_SITES.get(name, set()), others
+    assert all(row.state == "refused" and row.reason for row in others)
+    kernels = {row.kernel for row in rows if row.state == "patched"}
+    assert {KERNELS[op] for op in calls if op in KERNELS} <= kernels
+
+
+def _other_pairs(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
+    return rotary.reference(x, cos, sin, "interleave" if mode == "half" else "half")
+
+
+def _other_frequencies(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
+    return rotary.reference(x, cos.roll(1, -1), sin.roll(1, -1), mode)
+
+
+def _backwards(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
+    return rotary.reference(x, cos, -sin, mode)
+
+
+def _gate_for_up(halves: Tensor, *rest: Any) -> Any:
+    return _OPS["npu_swiglu" if len(rest) == 1 else "npu_geglu"](torch.cat(halves.chunk(2, -1)[::-1], -1), *rest)
+
+
+def _no_weight(x: Tensor, weight: Tensor, *rest: Any) -> Any:
+    return _OPS["npu_rms_norm"](x, torch.ones_like(weight), *rest)
+
+
+_OPS: Any = {}
+WRONG: dict[str, tuple[str, Callable[..., Any]]] = {
+    "pairs of the other mode": ("npu_rotary_mul", _other_pairs),
+    "frequencies of the neighbour": ("npu_rotary_mul", _other_frequencies),
+    "turned backwards": ("npu_rotary_mul", _backwards),
+    "gate taken for up": ("npu_swiglu", _gate_for_up),
+    "gelu of up": ("npu_geglu", _gate_for_up),
+    "no weight": ("npu_rms_norm", _no_weight),
+}
+
+
+class Instead(TorchFunctionMode):
+    """A wrong computation in place of an op."""
+
+    def __init__(self, op: str, wrong: Callable[..., Any]) -> None:
+        super().__init__()
+        self.op, self.wrong = f"npu.{op}.default", wrong
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (self.wrong if str(function) == self.op else function)(*args, **(kwargs or {}))
+
+
+@each_family
+def test_a_mistake_in_an_op_would_show(name: str) -> None:
+    original, exact = unpatched(name, torch.float32)
+    model, calls = tiny(name), FAMILIES[name].calls
+    mistakes = {words: WRONG[words] for words in WRONG if WRONG[words][0] in calls}
+    assert mistakes
+    with npu_autopatch.patched(backend="emulate"):
+        _OPS.update({op: getattr(torch.ops.npu, op).default for op in ("npu_swiglu", "npu_geglu", "npu_rms_norm")})
+        for words, (op, wrong) in mistakes.items():
+            with Instead(op, wrong):
+                answer = copy.deepcopy(model)(**inputs(name))[0].detach()
+            assert further("", answer, original.answer, exact.answer, torch.float32), words
