@@ -5,15 +5,17 @@ VERSIONS := 5.24.0 4.57.6 5.0.0
 ENVS := .venv
 # more than two workers a machine of two cores does not feed
 PYTEST := -m pytest -q -n 2 --dist loadfile
-# imports every model there is: in a process of its own, or each later test patches them all
-SWEEP := tests/kernels/test_every_norm.py
+# import every model there is: in a process of their own, or each later test patches them all
+SWEEP := tests/kernels/test_every_norm.py tests/kernels/test_every_mlp.py tests/kernels/test_every_rotary.py tests/models
+# environments of their own
+APART := tests/packaging tests/virtual_npu tests/hub_kernels
 
-.PHONY: demo test test-virtual-npu test-packaging lint bench bench-launches clean $(VERSIONS:%=test-%)
+.PHONY: demo test test-virtual-npu test-packaging test-hub-kernels lint bench bench-launches clean $(VERSIONS:%=test-%)
 
 demo: $(ENVS)/5.24.0/ready
 	$(ENVS)/5.24.0/bin/npu-autopatch demo
 
-test: lint $(VERSIONS:%=test-%) test-packaging test-virtual-npu
+test: lint $(VERSIONS:%=test-%) test-packaging test-hub-kernels test-virtual-npu
 
 # one environment a version of transformers, the project installed as a user would for development
 $(ENVS)/%/ready: pyproject.toml Makefile
@@ -28,12 +30,21 @@ $(ENVS)/virtual_npu/ready: pyproject.toml Makefile
 	$(ENVS)/virtual_npu/bin/python -m pip install -q --no-deps torch_npu==$(TORCH)
 	touch $@
 
+# a transformers that accepts a version of the package kernels from the index
+$(ENVS)/hub_kernels/ready: pyproject.toml Makefile
+	$(PYTHON) -m venv $(ENVS)/hub_kernels
+	$(ENVS)/hub_kernels/bin/python -m pip install -q torch==$(TORCH) transformers==5.12.1 kernels==0.13.0 -e '.[test]'
+	touch $@
+
 $(VERSIONS:%=test-%): test-%: $(ENVS)/%/ready
-	$(ENVS)/$*/bin/python $(PYTEST) tests --ignore tests/packaging --ignore tests/virtual_npu --ignore $(SWEEP)
-	$(ENVS)/$*/bin/python -m pytest -q $(SWEEP)
+	$(ENVS)/$*/bin/python $(PYTEST) tests $(APART:%=--ignore %) $(SWEEP:%=--ignore %)
+	$(ENVS)/$*/bin/python $(PYTEST) $(SWEEP)
 
 test-packaging: $(ENVS)/5.24.0/ready
 	$(ENVS)/5.24.0/bin/python $(PYTEST) tests/packaging
+
+test-hub-kernels: $(ENVS)/hub_kernels/ready
+	$(ENVS)/hub_kernels/bin/python -m pytest -q tests/hub_kernels
 
 test-virtual-npu: export NPU_AUTOPATCH_REQUIRE_VIRTUAL_NPU = 1
 test-virtual-npu: $(ENVS)/virtual_npu/ready

@@ -9,12 +9,13 @@ import traceback
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 
 import torch
 
-from npu_autopatch import finder, foreign, remote_code
+from npu_autopatch import finder, foreign, holders, remote_code
 from npu_autopatch.kernels import REGISTRY, load
 from npu_autopatch.ledger import Ledger
 from npu_autopatch.patcher import PatchError, patch_module
@@ -85,7 +86,19 @@ def report() -> Report:
             words = f"{count} live {have} a forward of its own, from {home}"
             rows.append(Row(row.module, f"{row.name} (instance)", row.kernel, "", FOREIGN, words))
     settings = _active[-1].settings if _active else _last_settings
-    return Report(rows, _described(settings), {name: _version(name) for name in _PACKAGES})
+    return Report(_with_holders(rows), _described(settings), {name: _version(name) for name in _PACKAGES})
+
+
+def _with_holders(rows: list[Row]) -> list[Row]:
+    """The rows, those of functions with the names of others that hold the original and are not reached."""
+    slots = {(slot.owner.__name__, slot.site, slot.kernel): slot for slot in _ledger if slot.held}
+    names = holders.names([(slot.original, slot.held) for slot in slots.values()])
+    told = []
+    for row in rows:
+        slot = slots.get((row.module, row.name, row.kernel))
+        others = names[slot.original] if slot is not None and row.state == PATCHED else []
+        told.append(replace(row, reason=f"not reached where it is held by {', '.join(others)}") if others else row)
+    return told
 
 
 def module_loaded(module: ModuleType) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from types import CellType, FunctionType, ModuleType
+from collections.abc import Iterable
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -39,53 +39,6 @@ def function_of(module: ModuleType, name: str) -> str:
         return f"{_home(getattr(function, '_self_wrapper', None))} (a wrapt wrapper)"
     home = home_of(function)
     return "" if home == module.__name__ or home.startswith("transformers") else home
-
-
-def holders(module: ModuleType, name: str) -> list[str]:
-    """Who else holds the function `name` of `module`, and would not see another in its place.
-
-    Modules that took the name, classes and containers that captured the function. Modules of transformers are left
-    out: their names are sites of their own.
-    """
-    if sys.getrefcount(vars(module)[name]) <= ALONE:  # asking the collector takes tens of milliseconds
-        return []
-    spaces = {id(vars(other)): other for other in list(sys.modules.values()) if isinstance(other, ModuleType)}
-    names = _owners(vars(module)[name], spaces, set(), depth=4)
-    return sorted(name for name in set(names) if not name.startswith("transformers"))
-
-
-def _owners(thing: Any, spaces: dict[int, ModuleType], seen: set[int], depth: int) -> Iterator[str]:
-    """The modules, classes and functions at the end of what holds `thing`."""
-    for holder in gc.get_referrers(thing):
-        if id(holder) in seen:
-            continue
-        seen.add(id(holder))
-        if id(holder) in spaces:
-            yield spaces[id(holder)].__name__
-        elif isinstance(holder, type):
-            yield f"{holder.__module__}.{holder.__qualname__}"
-        elif isinstance(holder, FunctionType):
-            if home_of(holder):  # or else it is a replacement that holds its original
-                yield f"{home_of(holder)}.{holder.__qualname__}"
-        elif depth and type(holder) in (dict, list, tuple, set, staticmethod, CellType):
-            yield from _owners(holder, spaces, seen, depth - 1)
-
-
-def importers(function: Any) -> list[tuple[ModuleType, str]]:
-    """The modules that hold `function`, and under which names."""
-    spaces = {id(vars(module)): module for module in list(sys.modules.values()) if isinstance(module, ModuleType)}
-    found = [spaces[id(space)] for space in gc.get_referrers(function) if id(space) in spaces]
-    return [(module, name) for module in found for name, value in list(vars(module).items()) if value is function]
-
-
-def _count_alone() -> int:
-    """The references to a function that its module alone holds, as `sys.getrefcount` counts them."""
-    module = ModuleType("alone")
-    exec("def function(): pass", vars(module))
-    return sys.getrefcount(vars(module)["function"])
-
-
-ALONE = _count_alone()
 
 
 def replaced_classes(module: ModuleType) -> dict[str, type]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from npu_autopatch import foreign
+from npu_autopatch import holders
 
 _ABSENT = object()
 
@@ -20,7 +20,8 @@ class Slot:
 
     `original` is the raw old value as it stood in the owner's namespace, or a mark that the owner had none of
     its own (it inherited one). `site` and `kernel` name what it serves, empty for what is no site. `holders` are
-    the activations that want the replacement in place.
+    the activations that want the replacement in place. `held` counts who holds a module's original function beside
+    the module.
     """
 
     owner: Any
@@ -30,6 +31,7 @@ class Slot:
     site: str
     holders: set[object] = field(default_factory=set)
     kernel: str = ""
+    held: int = 0
 
     def restore(self) -> Any:
         """Put the old value back; the foreign value found instead of our replacement, or None."""
@@ -41,8 +43,8 @@ class Slot:
         else:
             setattr(self.owner, self.attribute, self.original)
         del current  # the count is of what others hold
-        if self.site and isinstance(self.owner, ModuleType) and sys.getrefcount(self.replacement) > foreign.ALONE:
-            for module, name in foreign.importers(self.replacement):  # who took the name while it was in place
+        if self.site and isinstance(self.owner, ModuleType) and sys.getrefcount(self.replacement) > holders.ALONE:
+            for module, name in holders.importers(self.replacement):  # who took the name while it was in place
                 setattr(module, name, self.original)
         return None
 
@@ -70,14 +72,23 @@ class Ledger:
                 return slot
         return None
 
-    def apply(self, owner: Any, attribute: str, replacement: Any, site: str, holder: object, kernel: str = "") -> Slot:
+    def apply(
+        self,
+        owner: Any,
+        attribute: str,
+        replacement: Any,
+        site: str,
+        holder: object,
+        kernel: str = "",
+        held: int = 0,
+    ) -> Slot:
         """Set the slot and record what it held.
 
         What a module has imported from a patched one is recorded as the original that it stands for.
         """
-        held = vars(owner).get(attribute, _ABSENT)
-        original = next((slot.original for slot in self._slots if slot.replacement is held), held)
-        slot = Slot(owner, attribute, original, replacement, site, {holder}, kernel)
+        current = vars(owner).get(attribute, _ABSENT)
+        original = next((slot.original for slot in self._slots if slot.replacement is current), current)
+        slot = Slot(owner, attribute, original, replacement, site, {holder}, kernel, held)
         setattr(owner, attribute, replacement)
         self._slots.append(slot)
         self.changes += 1

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
-from npu_autopatch import foreign
+from npu_autopatch import foreign, holders
 from npu_autopatch.kernels import probing
 from npu_autopatch.kernels.base import Kernel, Match, Site, site_name
 from npu_autopatch.ledger import Ledger, Slot
@@ -73,7 +73,7 @@ def _sites(module: ModuleType, kernel: Kernel, ledger: Ledger) -> Iterator[Site]
 
 
 def _decide(site: Site, kernel: Kernel, missing: str, settings: Settings, ledger: Ledger) -> tuple[Row, Any]:
-    """The row of a site, and what goes into its slot; None if nothing does."""
+    """The row of a site, and its slot or what goes into it, with the count of other holders; None if nothing does."""
 
     def row(state: str, reason: str = "", variant: str = "") -> Row:
         return Row(site.module, site.name, kernel.name, variant, state, reason)
@@ -89,23 +89,23 @@ def _decide(site: Site, kernel: Kernel, missing: str, settings: Settings, ledger
         return row(FOREIGN, f"already patched by {who}"), None
     if missing:
         return row(REFUSED, missing), None
-    others = foreign.holders(site.owner, site.attribute) if in_module else []
+    held = holders.count(site.owner, site.attribute) if in_module else 0
     outcome = kernel.prove(site, ("npu", "cpu") if settings.backend == "emulate" else ("npu",))
     if not isinstance(outcome, Match):
         return row(REFUSED, outcome.reason), None
     outcome.replacement.__npu_autopatch__ = outcome.variant  # type: ignore[attr-defined]
-    held = f"not reached where it is held by {', '.join(others)}" if others else ""
-    return row(PATCHED, held, outcome.variant), outcome.replacement
+    return row(PATCHED, variant=outcome.variant), (outcome.replacement, held)
 
 
 def _apply(planned: list[tuple[Site, str, Any]], ledger: Ledger, holder: object) -> None:
     done: list[Slot] = []
     try:
-        for site, kernel, replacement in planned:
-            if isinstance(replacement, Slot):
-                replacement.holders.add(holder)
+        for site, kernel, planned_for_it in planned:
+            if isinstance(planned_for_it, Slot):
+                planned_for_it.holders.add(holder)
             else:
-                done.append(ledger.apply(site.owner, site.attribute, replacement, site.name, holder, kernel))
+                replacement, held = planned_for_it
+                done.append(ledger.apply(site.owner, site.attribute, replacement, site.name, holder, kernel, held))
     except BaseException:
         ledger.roll_back(done)
         raise

@@ -44,58 +44,86 @@ def reference(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
     return (wide * cos.float() + turned * sin.float()).to(x.dtype)
 
 
-def legal(x: Tensor, cos: Tensor, mode: str) -> bool:
-    """Whether `rotated` takes `x`, of rank 3 or 4, with `cos`, of rank 4 and broadcast over the heads if there are any.
+# How an input goes to the op: as it is; with heads and tokens swapped, which is how attention's views lie in memory;
+# its rows one after the other, so that angles may differ by row in interleave mode; or each vector alone.
+AS_IT_IS, SWAPPED, SWAPPED_IN_ROWS, IN_ROWS, ALONE = 1, 2, 3, 4, 5
 
-    `x` is as wide as `cos` here, or wider where only a part of it is rotated.
+
+def placement(mode: str, partial: bool, swaps: bool) -> Callable[[Tensor, tuple[int, ...]], int]:
+    """The test of an input of rank 3 or 4 against the shape of its tables: how it goes to the op, 0 if it may not.
+
+    The input is ``[B, N, S, D]``, ``[B, S, N, D]``, ``[S, N, D]`` or has no heads; the tables have rank 4, and may be
+    narrower where an input is rotated in part (`partial`). `swaps`: it is rotated as it stands, so its strides count.
     """
-    if x.dim() == 4:
-        batch, first, second, _ = x.shape
-    elif x.dim() == 3:
-        batch, (first, second, _) = 1, x.shape
-    else:
-        return False
-    rows, one, length, width = cos.shape
-    if one == 1 and length == second:  # B N S D
-        heads = first
-    elif length == 1 and one == first:  # B S N D
-        heads = second
-    elif (rows, one, length) == (batch, first, second):  # no heads: an angle for each vector
-        batch = heads = rows = 1
-    else:
-        return False
-    if rows != 1 and rows != batch:
-        return False
-    # In interleave mode cos may not differ by row: the rows are then laid one after the other, and B is 1.
-    product = batch * heads if mode == INTERLEAVE and rows == 1 else max(batch, heads)
-    return product < _MOST and width % 2 == 0 and 0 < width < _WIDEST and x.numel() > 0
+    interleave = mode == INTERLEAVE
+
+    def place(x: Tensor, table: tuple[int, ...]) -> int:
+        shape = x.shape
+        if len(shape) == 4:
+            batch, first, second, wide = shape
+        elif len(shape) == 3:
+            batch, (first, second, wide) = 1, shape
+        else:
+            return 0
+        rows, one, length, width = table
+        if wide != width and not (partial and wide > width):
+            return 0
+        if not (batch and first and second and 0 < width < _WIDEST) or width % 2:
+            return 0
+        if one == 1 and length == second:  # B N S D
+            heads, at = first, AS_IT_IS
+        elif length == 1 and one == first:  # B S N D
+            heads, at = second, IN_ROWS
+        elif table == (batch, first, second, width):
+            return ALONE
+        else:
+            return 0
+        if rows != 1 and rows != batch:
+            return 0
+        if interleave:
+            if rows != 1:  # angles by row
+                return 0 if heads >= _MOST else SWAPPED_IN_ROWS if at == AS_IT_IS else IN_ROWS
+            if batch * heads >= _MOST:
+                return 0
+        elif batch >= _MOST or heads >= _MOST:
+            return 0
+        if at == AS_IT_IS and swaps and first != 1 and second != 1 and len(shape) == 4:
+            stride = x.stride()
+            dense = batch == 1 or stride[0] == first * second * width
+            if dense and stride[1] == width and stride[2] == first * width and stride[3] == 1:
+                return SWAPPED
+        return AS_IT_IS
+
+    return place
 
 
-def rotated(op: Rotation, mode: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """The op for what `legal` admits: `x` of ``[B, N, S, D]``, ``[B, S, N, D]`` or ``[S, N, D]``, `cos` of rank 4.
+def rotated(op: Rotation, mode: str) -> Callable[[Tensor, Tensor, Tensor, int], Tensor]:
+    """The op for an input as `placement` says, with tables as `lay` makes them.
 
     Attention's queries are views of ``[B, S, N, D]`` memory: they go to the op in that layout, without a copy, and
     come back as the same kind of view, as elementwise ops would leave them.
     """
-    interleave = mode == INTERLEAVE
 
-    def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        if x.dim() == 3:
-            return rotate(x.unsqueeze(0), cos, sin).squeeze(0)
-        heads_first = cos.size(1) == 1 and cos.size(2) == x.size(2)
-        if not heads_first and cos.size(2) != 1:
-            alone = (1, -1, 1, x.size(-1))
-            return op(x.reshape(alone), cos.reshape(alone), sin.reshape(alone), mode).view(x.shape)
-        if interleave and cos.size(0) != 1:
-            if heads_first:
-                x, cos, sin = x.transpose(1, 2), cos.transpose(1, 2), sin.transpose(1, 2)
-            batch, length = x.shape[:2]
-            one_row = (cos.reshape(1, batch * length, 1, -1), sin.reshape(1, batch * length, 1, -1))
-            turned = op(x.reshape(1, batch * length, x.size(2), -1), *one_row, mode).view(x.shape)
-            return turned.transpose(1, 2) if heads_first else turned
-        if heads_first and not x.is_contiguous() and x.transpose(1, 2).is_contiguous():
-            turned = op(x.transpose(1, 2), cos.transpose(1, 2), sin.transpose(1, 2), mode)
-            return turned.transpose(1, 2)
-        return op(x.contiguous(), cos, sin, mode)
+    def rotate(x: Tensor, cos: Tensor, sin: Tensor, at: int) -> Tensor:
+        if at == AS_IT_IS and x.dim() == 4:
+            return op(x.contiguous(), cos, sin, mode)
+        if at == SWAPPED:
+            return op(x.transpose(1, 2), cos, sin, mode).transpose(1, 2)
+        if at == AS_IT_IS:
+            return op(x.unsqueeze(0).contiguous(), cos, sin, mode).squeeze(0)
+        if at == ALONE:
+            return op(x.reshape(1, -1, 1, x.size(-1)), cos, sin, mode).view(x.shape)
+        swapped = x.transpose(1, 2) if at == SWAPPED_IN_ROWS else x
+        turned = op(swapped.reshape(1, -1, swapped.size(-2), x.size(-1)), cos, sin, mode).view(swapped.shape)
+        return turned.transpose(1, 2) if at == SWAPPED_IN_ROWS else turned
 
     return rotate
+
+
+def lay(table: Tensor, at: int) -> Tensor:
+    """A table of rank 4 in the layout that `at` gives the input."""
+    if at == AS_IT_IS:
+        return table
+    if at == SWAPPED:
+        return table.transpose(1, 2)
+    return table.reshape(1, -1, 1, table.size(-1))

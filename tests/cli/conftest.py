@@ -32,6 +32,8 @@ library.define("npu_rms_norm(Tensor self, Tensor gamma, float epsilon=1e-06) -> 
 library.impl("npu_rms_norm", lambda *_: None, "AutogradPrivateUse1")
 library.define("npu_swiglu(Tensor self, int dim=-1) -> Tensor")
 library.impl("npu_swiglu", lambda *_: None, "AutogradPrivateUse1")
+library.define("npu_rotary_mul(Tensor self, Tensor r1, Tensor r2, str rotary_mode='half') -> Tensor")
+library.impl("npu_rotary_mul", lambda *_: None, "AutogradPrivateUse1")
 npu_fusion_attention = None  # transformers imports it
 def _autoload():
     pass

@@ -75,8 +75,9 @@ def test_nothing_differs_after_a_block() -> None:
         assert generators() == before[5]
     after = attributes(), list(sys.meta_path), dict(sys.modules), sys.path[:], torch_state(), generators()
     changed = {key for key in inside if inside[key] is not before[0].get(key)}
-    assert {key[-1] for key in changed} == {"forward"}
-    assert {key[-2] for key in changed} == {
+    assert {key[-1] for key in changed} == {"forward", "apply_rotary_pos_emb"}
+    assert {key[0] for key in changed if key[-1] != "forward"} == {module.__name__ for module in MODULES}
+    assert {key[-2] for key in changed if key[-1] == "forward"} == {
         "LlamaRMSNorm",
         "Qwen3RMSNorm",
         "Gemma2RMSNorm",

@@ -11,17 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from npu_autopatch.kernels.rope.variant import COMPLEX, Variant, by_sections
+from npu_autopatch.kernels.rope.variant import COMPLEX, DEINTERLEAVED, HALF_SIZE, Variant, by_sections
 from npu_autopatch.ops.legality import FLOATS, PLAIN, transformed
-from npu_autopatch.ops.rotary import Rotation, legal, rotated
+from npu_autopatch.ops.rotary import AS_IT_IS, SWAPPED, Rotation, lay, placement, rotated
 
 _PLACE = "<npu_autopatch: {}>"
 _HALVES = (torch.bfloat16, torch.float16)
 _SOURCE = """
 def replacement({parameters}):
     if {ready}:
-        cos_, sin_ = tables({tables})
-        if {fit}:
+        shape_ = shape({shape})
+        at_ = place({first}, shape_)
+        if at_{fit}:
+            cos_, sin_ = tables({tables})
             return {result}
     return original({everything})
 """
@@ -81,16 +83,18 @@ def fused_function(
 
     first, *others = roles.inputs
     tables = ", ".join(roles.tables)
-    arguments = [f"{first}.dtype", tables, *filter(None, (roles.lookup, roles.unsqueeze))]
-    turns = [f"turn({name}, cos_, sin_)" for name in roles.inputs]
+    where = list(filter(None, (roles.lookup, roles.unsqueeze)))
+    turns = [f"turn({name}, cos_, sin_, at_)" for name in roles.inputs]
     ready = [f"ready({first}, {tables})", *pinned]
     ready += [f"type({name}) in PLAIN and {name}.dtype is {first}.dtype" for name in others]
     ready += [f"looks_up({roles.lookup})"] if roles.lookup else []
     source = _SOURCE.format(
         parameters=", ".join(declared),
         ready=" and ".join(ready),
-        tables=", ".join(arguments),
-        fit=" and ".join(f"fits({name}, cos_)" for name in roles.inputs),
+        first=first,
+        shape=", ".join([f"{first}.dim()", roles.tables[0], *where]),
+        tables=", ".join([f"{first}.dtype", "at_", tables, *where]),
+        fit="".join(f" and place({name}, shape_) == at_" for name in others),
         result=", ".join(turns),
         everything=", ".join(passed),
     )
@@ -99,8 +103,9 @@ def fused_function(
         "PLAIN": PLAIN,
         "ready": _ready(variant, devices, single=len(roles.tables) == 1),
         "looks_up": _is_sections if variant.lookup == "sections" else _is_positions,
+        "shape": _shape(variant, roles),
+        "place": _place(variant),
         "tables": _tables(variant, roles),
-        "fits": _fits(variant),
         "turn": _turn(variant, op),
     }
     exec(compile(source, _PLACE.format(getattr(original, "__qualname__", "rotary")), "exec"), scope)
@@ -160,87 +165,121 @@ def _is_sections(sections: Any) -> bool:
     return isinstance(sections, list)
 
 
+def _shape(variant: Variant, roles: Roles) -> Callable[..., tuple[int, ...]]:
+    """The shape of a table at full width, of rank 4, from the rank of the input and the table as it is given."""
+    twice, constant = variant.table in (HALF_SIZE, COMPLEX), variant.unsqueeze
+
+    def shape(rank: int, table: tuple[int, ...], unsqueeze: int | None) -> tuple[int, ...]:
+        if len(table) == 3 and rank == 4 and unsqueeze is not None:
+            rows, length, width = table
+            if twice:
+                width *= 2
+            if unsqueeze == 1:
+                return rows, 1, length, width
+            return (rows, length, 1, width) if unsqueeze in (2, -2) else (0, 0, 0, 0)
+        width = table[-1] * 2 if twice else table[-1]
+        lead = list(table[:-1])
+        if unsqueeze is not None:
+            lead.insert(unsqueeze if unsqueeze >= 0 else len(lead) + unsqueeze + 2, 1)
+        return (*[1] * (3 - len(lead)), *lead, width)
+
+    if variant.lookup == "sections":
+        if roles.unsqueeze:
+            return lambda rank, table, _, unsqueeze: shape(rank, table.shape[1:], unsqueeze)
+        return lambda rank, table, _: shape(rank, table.shape[1:], constant)
+    if variant.lookup:
+        if roles.unsqueeze:
+            return lambda rank, table, at, unsqueeze: shape(rank, (*at.shape, table.size(-1)), unsqueeze)
+        return lambda rank, table, at: shape(rank, (*at.shape, table.size(-1)), constant)
+    if roles.unsqueeze:
+        return lambda rank, table, unsqueeze: shape(rank, table.shape, unsqueeze)
+    return lambda rank, table: shape(rank, table.shape, constant)
+
+
 def _tables(variant: Variant, roles: Roles) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Cos and sin as the op takes them: in the dtype of the arithmetic, of full width, of rank 4."""
+    """Cos and sin as the op takes them: in the dtype of the arithmetic, of full width, in the layout of the input."""
     widen, constant, promote = variant.widen(), variant.unsqueeze, variant.compute == "promoted"
     look_up: Callable[[Tensor, Any], Tensor] | None = None
     if variant.lookup:
         look_up = by_sections if variant.lookup == "sections" else _at_positions
 
-    def one(table: Tensor, dtype: torch.dtype, where: Any, unsqueeze: int | None) -> Tensor:
+    def one(table: Tensor, dtype: torch.dtype, at: int, where: Any, unsqueeze: int | None) -> Tensor:
         if look_up is not None:
             table = look_up(table, where)
         if table.dtype is not dtype:
             table = table.to(dtype)
         if widen is not None:
             table = widen(table)
+        if at == SWAPPED and unsqueeze == 1 and table.dim() == 3:
+            return table.unsqueeze(2)
         if unsqueeze is not None:
             table = table.unsqueeze(unsqueeze)
         while table.dim() < 4:
             table = table.unsqueeze(0)
-        return table
+        return table if at == AS_IT_IS else lay(table, at)
 
-    def both(dtype: torch.dtype, cos: Tensor, sin: Tensor, where: Any, unsqueeze: int | None) -> tuple[Tensor, Tensor]:
+    def both(
+        dtype: torch.dtype, at: int, cos: Tensor, sin: Tensor, where: Any, unsqueeze: int | None
+    ) -> tuple[Tensor, Tensor]:
         if not promote:
             dtype = torch.float32
         elif dtype is not cos.dtype:
             dtype = torch.promote_types(dtype, cos.dtype)
-        return one(cos, dtype, where, unsqueeze), one(sin, dtype, where, unsqueeze)
+        return one(cos, dtype, at, where, unsqueeze), one(sin, dtype, at, where, unsqueeze)
 
     if variant.table == COMPLEX:
-        return lambda dtype, table: both(dtype, table.real, table.imag, None, constant)
+        return lambda dtype, at, table: both(dtype, at, table.real, table.imag, None, constant)
     if roles.lookup and roles.unsqueeze:
         return both
     if roles.lookup:
-        return lambda dtype, cos, sin, where: both(dtype, cos, sin, where, constant)
+        return lambda dtype, at, cos, sin, where: both(dtype, at, cos, sin, where, constant)
     if roles.unsqueeze:
-        return lambda dtype, cos, sin, unsqueeze: both(dtype, cos, sin, None, unsqueeze)
-    return lambda dtype, cos, sin: both(dtype, cos, sin, None, constant)
+        return lambda dtype, at, cos, sin, unsqueeze: both(dtype, at, cos, sin, None, unsqueeze)
+    return lambda dtype, at, cos, sin: both(dtype, at, cos, sin, None, constant)
 
 
 def _at_positions(table: Tensor, positions: Tensor) -> Tensor:
     return table[positions]
 
 
-def _fits(variant: Variant) -> Callable[[Tensor, Tensor], bool]:
-    """Whether the op takes an input with these tables, and the original would."""
-    mode, partial, tail = variant.op_mode, bool(variant.partial), variant.tail
+def _place(variant: Variant) -> Callable[[Tensor, tuple[int, ...]], int]:
+    """How an input goes to the op with tables of a shape; 0 if the op, or the original, does not take it."""
+    as_it_stands = not variant.partial and not variant.tail and variant.mode != DEINTERLEAVED
+    place = placement(variant.op_mode, bool(variant.partial), as_it_stands)
+    if not variant.tail:
+        return place
 
-    def fits(x: Tensor, cos: Tensor) -> bool:
-        if x.size(-1) != cos.size(-1) and not (partial and x.size(-1) > cos.size(-1)):
-            return False
-        if tail and x.size(-2) > cos.size(-2):
-            x = x[..., -cos.size(-2) :, :]
-        return legal(x, cos, mode)
+    def place_tail(x: Tensor, table: tuple[int, ...]) -> int:
+        return place(x, table) or (AS_IT_IS if place(x[..., -table[-2] :, :], table) == AS_IT_IS else 0)
 
-    return fits
+    return place_tail
 
 
-def _turn(variant: Variant, op: Rotation) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def _turn(variant: Variant, op: Rotation) -> Callable[[Tensor, Tensor, Tensor, int], Tensor]:
     """The rotation of one input: what is not rotated is passed by, the result has the original's dtype."""
     rotate, split, own = rotated(op, variant.op_mode), variant.split(), variant.result == "own"
 
-    def turn_all(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def turn_all(x: Tensor, cos: Tensor, sin: Tensor, at: int) -> Tensor:
         dtype = x.dtype
         if split is not None:
             x = split(x)
         if cos.dtype is not dtype:
-            x = rotate(x.to(cos.dtype), cos, sin)
+            x = rotate(x.to(cos.dtype), cos, sin, at)
             return x.to(dtype) if own else x
-        return rotate(x, cos, sin)
+        return rotate(x, cos, sin, at)
 
     if not variant.partial and not variant.tail:
         return turn_all
     first, tail = variant.partial == "first", variant.tail
 
-    def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def turn(x: Tensor, cos: Tensor, sin: Tensor, at: int) -> Tensor:
         width, rows = cos.size(-1), cos.size(-2)
-        if tail and x.size(-2) != rows:
-            return torch.cat((x[..., :-rows, :], turn(x[..., -rows:, :], cos, sin)), -2)
+        if tail and at == AS_IT_IS and x.size(-2) != rows:
+            return torch.cat((x[..., :-rows, :], turn(x[..., -rows:, :], cos, sin, at)), -2)
         if x.size(-1) == width:
-            return turn_all(x, cos, sin)
+            return turn_all(x, cos, sin, at)
         if first:
-            return torch.cat((turn_all(x[..., :width], cos, sin), x[..., width:]), -1)
-        return torch.cat((x[..., :-width], turn_all(x[..., -width:], cos, sin)), -1)
+            return torch.cat((turn_all(x[..., :width], cos, sin, at), x[..., width:]), -1)
+        return torch.cat((x[..., :-width], turn_all(x[..., -width:], cos, sin, at)), -1)
 
     return turn

@@ -1,0 +1,101 @@
+"""Who holds a function beside its module, and would not see another in its place."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable
+from types import CellType, FunctionType, ModuleType
+from typing import Any
+
+from npu_autopatch.foreign import home_of
+
+_CONTAINERS = (dict, list, tuple, set, staticmethod, classmethod, CellType)
+_DEPTH = 5  # a decorator's list in a cell in a closure of a function
+
+
+def count(module: ModuleType, name: str) -> int:
+    """How many hold the function `name` of `module` beside the module. Cheap, and says nothing of who."""
+    return sys.getrefcount(vars(module)[name]) - ALONE
+
+
+def importers(function: Any) -> list[tuple[ModuleType, str]]:
+    """The modules that hold `function`, and under which names."""
+    return [(module, name) for module in _modules() for name, value in list(vars(module).items()) if value is function]
+
+
+def names(functions: Iterable[tuple[FunctionType, int]]) -> dict[FunctionType, list[str]]:
+    """The modules, classes and functions that hold each of `functions`, given with its `count`.
+
+    Modules of transformers are left out: their names are sites of their own. So are replacements, which hold their
+    original. Who is no module is asked of the collector, some tens of milliseconds for all functions together; what
+    it said of a function is kept as long as the number of these is the same.
+    """
+    asked = dict(functions)
+    found: dict[FunctionType, set[str]] = {function: set() for function in asked}
+    if asked:
+        for module in _modules():
+            for value in list(vars(module).values()):
+                if type(value) is FunctionType and value in found:
+                    found[value].add(module.__name__)
+    others = {function: held - len(found[function]) for function, held in asked.items()}
+    others = {function: number for function, number in others.items() if number > 0}
+    if new := [function for function, number in others.items() if _known.get(function, (0,))[0] != number]:
+        said = _ask(new)
+        for function in new:
+            _known[function] = others[function], said[id(function)]
+    for function in others:
+        found[function] |= _known[function][1]
+    return {
+        function: sorted(name for name in held if not name.startswith("transformers"))
+        for function, held in found.items()
+    }
+
+
+# how many hold a function that are no modules, and who
+_known: weakref.WeakKeyDictionary[FunctionType, tuple[int, set[str]]] = weakref.WeakKeyDictionary()
+
+
+def _ask(functions: list[FunctionType]) -> dict[int, set[str]]:
+    spaces = {id(vars(module)) for module in _modules()}
+    found: dict[int, set[str]] = defaultdict(set)
+    seen = {id(functions), *spaces}
+    level: dict[int, tuple[Any, set[int]]] = {id(function): (function, {id(function)}) for function in functions}
+    for _ in range(_DEPTH):
+        things = [thing for thing, _ in level.values()]
+        seen |= {id(things), *level}
+        following: dict[int, tuple[Any, set[int]]] = {}
+        for holder in gc.get_referrers(*things) if things else ():
+            if id(holder) in seen:
+                continue
+            roots = {root for thing in gc.get_referents(holder) for root in level.get(id(thing), (None, ()))[1]}
+            if name := _name(holder):
+                for root in roots:
+                    found[root].add(name)
+            elif type(holder) in _CONTAINERS:
+                following[id(holder)] = holder, roots
+        level = following
+    return found
+
+
+def _name(holder: Any) -> str:
+    if isinstance(holder, type):
+        return f"{holder.__module__}.{holder.__qualname__}"
+    return f"{home_of(holder)}.{holder.__qualname__}" if isinstance(holder, FunctionType) and home_of(holder) else ""
+
+
+def _modules() -> list[ModuleType]:
+    """Each module once, whatever it is imported as."""
+    return list({id(module): module for module in list(sys.modules.values()) if type(module) is ModuleType}.values())
+
+
+def _count_alone() -> int:
+    """The references to a function that its module alone holds, as `sys.getrefcount` counts them."""
+    module = ModuleType("alone")
+    exec("def function(): pass", vars(module))
+    return sys.getrefcount(vars(module)["function"])
+
+
+ALONE = _count_alone()
