@@ -6,9 +6,11 @@ ENVS := .venv
 # more than two workers a machine of two cores does not feed
 PYTEST := -m pytest -q -n 2 --dist loadfile
 # import every model there is: in a process of their own, or each later test patches them all
-SWEEP := tests/kernels/test_every_norm.py tests/kernels/test_every_mlp.py tests/kernels/test_every_rotary.py tests/models
+SWEEP := tests/kernels/test_every_norm.py tests/kernels/test_every_mlp.py tests/kernels/test_every_rotary.py
 # environments of their own
 APART := tests/packaging tests/virtual_npu tests/hub_kernels
+# many families: a process of its own, too
+FAMILIES := tests/models
 
 .PHONY: demo test test-virtual-npu test-packaging test-hub-kernels lint bench bench-launches clean $(VERSIONS:%=test-%)
 
@@ -37,7 +39,8 @@ $(ENVS)/hub_kernels/ready: pyproject.toml Makefile
 	touch $@
 
 $(VERSIONS:%=test-%): test-%: $(ENVS)/%/ready
-	$(ENVS)/$*/bin/python $(PYTEST) tests $(APART:%=--ignore %) $(SWEEP:%=--ignore %)
+	$(ENVS)/$*/bin/python $(PYTEST) tests $(APART:%=--ignore %) $(FAMILIES:%=--ignore %) $(SWEEP:%=--ignore %)
+	$(ENVS)/$*/bin/python $(PYTEST) $(FAMILIES)
 	$(ENVS)/$*/bin/python $(PYTEST) $(SWEEP)
 
 test-packaging: $(ENVS)/5.24.0/ready
