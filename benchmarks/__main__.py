@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import call, finder, mlp, probing, startup
+from benchmarks import call, finder, importing, mlp, probing, rotary, startup
 
 
 def main() -> None:
@@ -13,7 +13,7 @@ def main() -> None:
     for column in ("what", "measured", "limit", ""):
         table.add_column(column, justify="left" if column in ("what", "") else "right")
     console = Console()
-    for measure in (startup.rows, finder.rows, probing.rows, call.rows, mlp.rows):
+    for measure in (startup.rows, importing.rows, finder.rows, probing.rows, call.rows, mlp.rows, rotary.rows):
         with console.status(f"measuring {measure.__module__}"):
             for what, value, limit, unit in measure():
                 verdict = "" if limit is None else "ok" if value <= limit else "over"

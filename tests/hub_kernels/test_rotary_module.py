@@ -117,7 +117,7 @@ class Repository:
 
 
 @pytest.mark.parametrize("order", ["kernelize first", "patch first"])
-def test_kernelize_wins_for_its_instance_and_is_told(order: str, tiny_model: Any, tokens: Any, fused_calls: Any) -> None:
+def test_kernelize_wins_for_its_instance(order: str, tiny_model: Any, tokens: Any, fused_calls: Any) -> None:
     """A user who asks for a hub kernel gets it; the report says that the instance has a forward of its own."""
     expected = model(tiny_model)(tokens).logits
     built = model(tiny_model)
