@@ -36,19 +36,22 @@ def rows() -> Iterator[tuple[str, float, float | None, str]]:
                 module = importlib.import_module(name)
         except Exception:  # an optional dependency is not installed
             continue
-        for _ in range(ROUNDS):
+        for again in range(ROUNDS):
             for kernel in kernels:
+                # rope proves a code once in a process: the first round is what users pay
+                name = kernel.name if kernel.name != "rope" or not again else "rope, each code anew"
                 with quiet.undisturbed():
                     start = time.perf_counter()
                     sites = list(kernel.find(module))
-                    looking[kernel.name].append((time.perf_counter() - start) * 1e3)
+                    looking[name].append((time.perf_counter() - start) * 1e3)
                     for site in sites:
-                        rope._proved.clear()  # as if it were the first function of its code in the process
+                        if again:
+                            rope._proved.clear()
                         start = time.perf_counter()
                         proved = isinstance(kernel.prove(site, ("npu",)), Match)
                         took = (time.perf_counter() - start) * 1e3
                         if proved:
-                            seconds[kernel.name][site.name] = min(took, seconds[kernel.name].get(site.name, took))
+                            seconds[name][site.name] = min(took, seconds[name].get(site.name, took))
     for name, of in seconds.items():
         slowest = max(of, key=of.__getitem__)
         yield f"{name}: proving a site, mean of {len(of)}", statistics.mean(of.values()), 1.0, "ms"

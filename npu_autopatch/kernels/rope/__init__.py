@@ -21,6 +21,8 @@ from npu_autopatch.kernels.rope.variant import Variant
 from npu_autopatch.ops import rotary as ops
 
 _JOINS = {"cat", "stack", "view_as_complex", "concat", "concatenate"}
+# a function that names one of these does more than compute: a probe may not call it
+_EFFECTS = {"distributed", "dist", "all_gather", "all_reduce", "barrier", "print", "open", "exec", "system", "backward"}
 
 
 class RopeKernel:
@@ -97,7 +99,8 @@ def _may_rotate(function: FunctionType) -> bool:
     code = function.__code__
     if not 3 <= code.co_argcount + code.co_kwonlyargcount <= 8:
         return False
-    return bool(probing.reached(function) & _JOINS)
+    names = probing.reached(function)
+    return bool(names & _JOINS) and not names & _EFFECTS
 
 
 def _case(rotary: Callable[..., Any], function: FunctionType) -> tuple[Roles, Variant] | str:
