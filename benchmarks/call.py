@@ -6,13 +6,13 @@ what a call costs the host at the least. The guard alone is given in absolute te
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.timing import microseconds
 from npu_autopatch.kernels.rms_norm.forward import fused_forward
 from npu_autopatch.kernels.rms_norm.variant import Conditions, Variant
 
@@ -75,22 +75,10 @@ def rows() -> Iterator[tuple[str, float, float | None, str]]:
         "by hand, no op": by_hand(nothing),
         "fused, no op": fused(nothing),
     }
-    best = _microseconds({name: cls().forward for name, cls in classes.items()})
+    with torch.no_grad():
+        best = microseconds({name: cls().forward for name, cls in classes.items()}, torch.randn(1, 4, SIZE), each=500)
     yield "a call, eager", best["eager"], None, "µs"
     yield "a call, by hand", best["by hand"], None, "µs"
     yield "a call, fused", best["fused"], None, "µs"
     yield "fused to by hand", best["fused"] / best["by hand"], 1.5, "times"
     yield "the guard alone", best["fused, no op"] - best["by hand, no op"], None, "µs"
-
-
-def _microseconds(forwards: dict[str, Callable[[Tensor], Tensor]]) -> dict[str, float]:
-    x = torch.randn(1, 4, SIZE)
-    best = dict.fromkeys(forwards, float("inf"))
-    with torch.no_grad():
-        for _ in range(100):
-            for name, forward in forwards.items():
-                start = time.perf_counter()
-                for _ in range(500):
-                    forward(x)
-                best[name] = min(best[name], (time.perf_counter() - start) / 500 * 1e6)
-    return best

@@ -6,13 +6,13 @@ projections by modules that do nothing, for they are called either way.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.timing import microseconds
 from npu_autopatch.kernels.swiglu.activations import selector
 from npu_autopatch.kernels.swiglu.forward import fused_forward
 from npu_autopatch.kernels.swiglu.variant import Variant
@@ -60,23 +60,11 @@ class Fused(MLP):
 
 def rows() -> Iterator[tuple[str, float, float | None, str]]:
     x = torch.randn(1, 4, SIZE, requires_grad=True)
-    trained = _microseconds({"eager": MLP(), "by hand": Hand(), "fused": Fused()}, x)
+    trained = microseconds({"eager": MLP().forward, "by hand": Hand().forward, "fused": Fused().forward}, x)
     with torch.no_grad():
-        inferred = _microseconds({"eager": MLP(), "fused": Fused()}, x)
+        inferred = microseconds({"eager": MLP().forward, "fused": Fused().forward}, x)
     yield "a gated MLP in training, eager", trained["eager"], None, "µs"
     yield "a gated MLP in training, by hand", trained["by hand"], None, "µs"
     yield "a gated MLP in training, fused", trained["fused"], None, "µs"
     yield "fused to by hand", trained["fused"] / trained["by hand"], 1.5, "times"
     yield "the guard that turns inference away", inferred["fused"] - inferred["eager"], None, "µs"
-
-
-def _microseconds(mlps: dict[str, MLP], x: Tensor) -> dict[str, float]:
-    forwards: dict[str, Callable[[Tensor], Tensor]] = {name: mlp.forward for name, mlp in mlps.items()}
-    best = dict.fromkeys(forwards, float("inf"))
-    for _ in range(50):
-        for name, forward in forwards.items():
-            start = time.perf_counter()
-            for _ in range(300):
-                forward(x)
-            best[name] = min(best[name], (time.perf_counter() - start) / 300 * 1e6)
-    return best

@@ -6,13 +6,13 @@ The device is not here: the op is stood in for by one whose dispatch, allocation
 from __future__ import annotations
 
 import inspect
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.timing import microseconds
 from npu_autopatch.kernels.rope.replacement import Roles, fused_function
 from npu_autopatch.kernels.rope.variant import Variant
 
@@ -64,21 +64,10 @@ def rows() -> Iterator[tuple[str, float, float | None, str]]:
     }
     for what, length in (("a token", 1), ("a prefix", 8)):
         q, k = (torch.randn(1, length, heads, 16).transpose(1, 2) for heads in (4, 2))
-        best = _microseconds(functions, (q, k, torch.rand(1, length, 16), torch.rand(1, length, 16)))
+        with torch.no_grad():
+            best = microseconds(functions, q, k, torch.rand(1, length, 16), torch.rand(1, length, 16))
         yield f"rotating {what}, eager", best["eager"], None, "µs"
         yield f"rotating {what}, by hand", best["by hand"], None, "µs"
         yield f"rotating {what}, fused", best["fused"], None, "µs"
         yield "fused to by hand", best["fused"] / best["by hand"], 1.5, "times"
         yield "the guard alone", best["fused, no op"] - best["by hand, no op"], None, "µs"
-
-
-def _microseconds(functions: dict[str, Callable[..., Any]], arguments: tuple[Tensor, ...]) -> dict[str, float]:
-    best = dict.fromkeys(functions, float("inf"))
-    with torch.no_grad():
-        for _ in range(100):
-            for name, function in functions.items():
-                start = time.perf_counter()
-                for _ in range(200):
-                    function(*arguments)
-                best[name] = min(best[name], (time.perf_counter() - start) / 200 * 1e6)
-    return best

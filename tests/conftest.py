@@ -78,23 +78,11 @@ def tokens() -> Any:
 @pytest.fixture
 def fused_calls() -> Callable[[], Any]:
     """``with fused_calls() as count:`` counts the npu:: op calls in the block, backward included, by name."""
-    from collections import Counter
-
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Count(TorchDispatchMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.calls: Counter[str] = Counter()
-
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if function.namespace == "npu":
-                self.calls[function.__name__.partition(".")[0]] += 1
-            return function(*args, **(kwargs or {}))
+    from tests.counting import Fused
 
     @contextmanager
-    def counting() -> Iterator[Counter[str]]:
-        with Count() as mode:
+    def counting() -> Iterator[Any]:
+        with Fused() as mode:
             yield mode.calls
 
     return counting

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from copy import deepcopy
 
 import torch
 
-import npu_autopatch
-from npu_autopatch.kernels import probing
 from tests.kernels.exact import CallsOf, InDouble, error_in_ulps
-from tests.kernels.norm_sweep import modeling_modules
+from tests.kernels.modeling import swept_classes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HIDDEN, INTERMEDIATE = 20, 28
@@ -19,23 +16,7 @@ HIDDEN, INTERMEDIATE = 20, 28
 
 def sweep(backend: str):
     """The rows of every modeling module, and class, original and fused forward of each patched site."""
-    modules = {}
-    for name in modeling_modules():
-        try:
-            modules[name] = importlib.import_module(name)
-        except Exception:  # an optional dependency is not installed
-            continue
-    classes = {(name, cls.__name__): cls for name, module in modules.items() for cls in probing.classes(module)}
-    originals = {cls: cls.forward for cls in classes.values()}
-    with npu_autopatch.patched(kernels="swiglu", backend=backend) as report:
-        rows = {row.name: row for row in report.sites if row.module in modules and row.kernel == "swiglu"}
-        fused = {cls: cls.forward for cls in originals}
-    sites = {}
-    for row in rows.values():
-        if row.state == "patched":
-            cls = classes[row.module, row.name.rpartition(".")[2]]
-            sites[row.name] = (cls, originals[cls], fused[cls])
-    return rows, sites
+    return swept_classes("swiglu", backend)
 
 
 class Config:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-import pathlib
 from copy import deepcopy
 
 import torch
-import transformers
 
-import npu_autopatch
 from npu_autopatch.kernels import probing
 from tests.kernels.exact import CallsOf, InDouble, error_in_ulps
+from tests.kernels.modeling import swept_classes
 
-MODELS = pathlib.Path(transformers.__file__).parent / "models"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZE = 40
 # settings of a constructor, other than its defaults, that have a fused case of their own; the rest run the original
@@ -24,31 +20,9 @@ ALSO_FUSED = {
 }
 
 
-def modeling_modules() -> list[str]:
-    files = sorted(MODELS.glob("**/modeling_*.py"))
-    names = [".".join(file.relative_to(MODELS).with_suffix("").parts) for file in files]
-    return [f"transformers.models.{name}" for name in names if not name.startswith("auto.")]
-
-
 def sweep(backend: str):
     """The rows of every modeling module, and class, original and fused forward of each patched site."""
-    modules = {}
-    for name in modeling_modules():
-        try:
-            modules[name] = importlib.import_module(name)
-        except Exception:  # an optional dependency is not installed
-            continue
-    classes = {(name, cls.__name__): cls for name, module in modules.items() for cls in probing.classes(module)}
-    originals = {cls: cls.forward for cls in classes.values()}
-    with npu_autopatch.patched(kernels="rms_norm", backend=backend) as report:
-        rows = {row.name: row for row in report.sites if row.module in modules and row.kernel == "rms_norm"}
-        fused = {cls: cls.forward for cls in originals}
-    sites = {}
-    for row in rows.values():
-        if row.state == "patched":
-            cls = classes[row.module, row.name.rpartition(".")[2]]
-            sites[row.name] = (cls, originals[cls], fused[cls])
-    return rows, sites
+    return swept_classes("rms_norm", backend)
 
 
 def settings_of(cls, variant: str) -> list[dict]:

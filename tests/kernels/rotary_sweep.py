@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from npu_autopatch.kernels import rope
 from npu_autopatch.kernels.rope.replacement import Roles
 from npu_autopatch.kernels.rope.variant import COMPLEX, FIRST_HALF, FULL, Variant
 from tests.kernels.exact import CallsOf, InDouble, error_in_ulps
-from tests.kernels.norm_sweep import modeling_modules
+from tests.kernels.modeling import modules
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LENGTH, WIDTH, WIDER, POSITIONS = 6, 12, 20, 9
@@ -52,19 +51,13 @@ class Case:
 
 def sweep(backend: str) -> tuple[dict[str, Any], list[Rotary]]:
     """The report's row of every site found, and the patched ones."""
-    modules = {}
-    for name in modeling_modules():
-        try:
-            modules[name] = importlib.import_module(name)
-        except Exception:  # an optional dependency is not installed
-            continue
     with npu_autopatch.patched(kernels="rope", backend=backend) as report:
-        rows = {row.name: row for row in report.sites if row.module in modules and row.kernel == "rope"}
-        fused = {row.name: vars(modules[row.module]).get(row.name.rpartition(".")[2]) for row in rows.values()}
+        rows = {row.name: row for row in report.sites if row.module in modules() and row.kernel == "rope"}
+        fused = {row.name: vars(modules()[row.module]).get(row.name.rpartition(".")[2]) for row in rows.values()}
     found = []
     for row in rows.values():
         if row.state == "patched":
-            original = getattr(modules[row.module], row.name.rpartition(".")[2])
+            original = getattr(modules()[row.module], row.name.rpartition(".")[2])
             roles, variant = rope._case(original, original)
             found.append(Rotary(row.name, original, fused[row.name], roles, variant))
     return rows, found

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import pathlib
-import sys
 import types
 
 import pytest
@@ -12,24 +9,16 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import npu_autopatch
 from tests.kernels import odd_norms as original
 from tests.kernels.exact import CallsOf
-
-NAME = "transformers.models.odd.modeling_odd"
+from tests.kernels.odd import patched_copy
 
 
 @pytest.fixture(scope="module")
 def patched():
     """The classes of `odd_norms` as those of a modeling module, patched; with the row of each."""
-    spec = importlib.util.spec_from_file_location(NAME, pathlib.Path(original.__file__))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    sys.modules[NAME] = module
-    with npu_autopatch.patched(kernels="rms_norm", backend="emulate"):
-        rows = {row.name: row for row in npu_autopatch.report().sites if row.module == NAME}
-        yield lambda cls: (rows[f"odd.{cls.__name__}"], getattr(module, cls.__name__))
-    del sys.modules[NAME]
+    with patched_copy(original, "rms_norm") as copy:
+        yield copy
 
 
 @pytest.mark.parametrize(

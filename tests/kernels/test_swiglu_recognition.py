@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
-import pathlib
-import sys
-
 import pytest
 import torch
 from torch import nn
 
-import npu_autopatch
 from tests.kernels import odd_mlps as original
 from tests.kernels.exact import CallsOf
+from tests.kernels.odd import patched_copy
 
-NAME = "transformers.models.odd.modeling_odd_mlps"
 SEPARATE = "separate, under gradients only"
 
 
 @pytest.fixture(scope="module")
 def patched():
     """The classes of `odd_mlps` as those of a modeling module, patched; with the row of each."""
-    spec = importlib.util.spec_from_file_location(NAME, pathlib.Path(original.__file__))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    sys.modules[NAME] = module
-    with npu_autopatch.patched(kernels="swiglu", backend="emulate"):
-        rows = {row.name: row for row in npu_autopatch.report().sites if row.module == NAME}
-        yield lambda cls: (rows.get(f"odd.{cls.__name__}"), getattr(module, cls.__name__))
-    del sys.modules[NAME]
+    with patched_copy(original, "swiglu") as copy:
+        yield copy
 
 
 MATCHED = [

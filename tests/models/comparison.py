@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.kernels.exact import InDouble
 
@@ -20,19 +18,6 @@ class Outcome:
 
     answer: Tensor
     gradients: dict[str, Tensor | None]
-
-
-class Fused(TorchDispatchMode):
-    """Counts the npu:: calls, backward included, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function.namespace == "npu":
-            self.calls[function.__name__.partition(".")[0]] += 1
-        return function(*args, **(kwargs or {}))
 
 
 def outcome(model: nn.Module, batch: dict[str, Any]) -> Outcome:

@@ -15,8 +15,9 @@ from torch.overrides import TorchFunctionMode
 import npu_autopatch
 from npu_autopatch.ops import rotary
 from npu_autopatch.reporting import Row
+from tests.counting import Fused
 
-from .comparison import Fused, Outcome, exact_outcome, further, outcome, worse
+from .comparison import Outcome, exact_outcome, further, outcome, worse
 from .families import FAMILIES, inputs, tiny
 
 PRESENT = [name for name, family in FAMILIES.items() if family.exists]

@@ -12,8 +12,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import npu_autopatch
+from tests.counting import Fused
 
-from .comparison import Fused
 from .families import inputs, tiny
 
 NAMES = ["llama", "qwen3", "glm4", "phi3", "deepseek_v3"]

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import npu_autopatch
+from tests.counting import Fused
 from tests.kernels.exact import InDouble
 
-from .comparison import Fused, exact_outcome, further, outcome, trained, worse
+from .comparison import exact_outcome, further, outcome, trained, worse
 from .families import FAMILIES, LAYERS, V5, inputs, tiny
 
 SAMPLE = ["llama", "qwen3", "glm4", "gemma2", "phi3", "deepseek_v3"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 import npu_autopatch
 
 from .accounting import counted
+from .likeness import assert_as_near_to_fp64_in_bf16, assert_the_originals_in_fp32, distance
 from .tiny_models import FAMILIES, inputs, rms_norms, run, tiny
 
 each_family = pytest.mark.parametrize("family", FAMILIES)
@@ -29,10 +29,6 @@ def norm_calls(model):
 
 def patched():
     return npu_autopatch.patched(kernels="rms_norm", backend="npu")
-
-
-def distance(got, want):
-    return ((got - want).norm() / want.norm()).item()
 
 
 @each_family
@@ -56,24 +52,12 @@ def test_every_norm_is_one_kernel_forward_and_backward_and_launches_are_saved(fa
 
 @each_family
 def test_fp32_logits_and_gradients_are_the_originals(family):
-    model, batch = tiny(family).npu(), inputs(family)
-    want = run(model, batch)
-    with patched():
-        got = run(model, batch)
-    for a, b in zip(got, want, strict=True):
-        assert distance(a, b) < 1e-5
+    assert_the_originals_in_fp32(family, patched)
 
 
 @each_family
 def test_bf16_logits_and_gradients_are_as_near_to_fp64_as_the_originals(family):
-    model, batch = tiny(family).to(torch.bfloat16), inputs(family)
-    exact = run(copy.deepcopy(model).double(), batch)
-    model.npu()
-    eager = run(model, batch)
-    with patched():
-        fused = run(model, batch)
-    for got, original, want in zip(fused, eager, exact, strict=True):
-        assert distance(got, want) <= distance(original, want) + torch.finfo(torch.bfloat16).eps
+    assert_as_near_to_fp64_in_bf16(family, patched)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "t5", "olmo2", "mamba2", "qwen3_next"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 
@@ -11,6 +9,7 @@ import npu_autopatch
 from npu_autopatch.ops import swiglu as ops
 
 from .accounting import counted
+from .likeness import assert_as_near_to_fp64_in_bf16, assert_the_originals_in_fp32, distance
 from .tiny_models import inputs, run, tiny
 
 LAYERS = 2
@@ -25,10 +24,6 @@ each_family = pytest.mark.parametrize("family", OPS)
 
 def patched():
     return npu_autopatch.patched(kernels="swiglu", backend="npu")
-
-
-def distance(got, want):
-    return ((got - want).norm() / want.norm()).item()
 
 
 def all_ops(counts):
@@ -69,24 +64,12 @@ def test_inference_moves_no_byte_more(family):
 
 @each_family
 def test_fp32_logits_and_gradients_are_the_originals(family):
-    model, batch = tiny(family).npu(), inputs(family)
-    want = run(model, batch)
-    with patched():
-        got = run(model, batch)
-    for a, b in zip(got, want, strict=True):
-        assert distance(a, b) < 1e-5
+    assert_the_originals_in_fp32(family, patched)
 
 
 @each_family
 def test_bf16_logits_and_gradients_are_as_near_to_fp64_as_the_originals(family):
-    model, batch = tiny(family).to(torch.bfloat16), inputs(family)
-    exact = run(copy.deepcopy(model).double(), batch)
-    model.npu()
-    eager = run(model, batch)
-    with patched():
-        fused = run(model, batch)
-    for got, original, want in zip(fused, eager, exact, strict=True):
-        assert distance(got, want) <= distance(original, want) + torch.finfo(torch.bfloat16).eps
+    assert_as_near_to_fp64_in_bf16(family, patched)
 
 
 def test_the_gradient_of_geglu_cannot_be_traced_by_this_torch_npu():
