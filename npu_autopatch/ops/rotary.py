@@ -45,8 +45,9 @@ def reference(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
 
 
 # How an input goes to the op: as it is; with heads and tokens swapped, which is how attention's views lie in memory;
-# its rows one after the other, so that angles may differ by row in interleave mode; or each vector alone.
-AS_IT_IS, SWAPPED, SWAPPED_IN_ROWS, IN_ROWS, ALONE = 1, 2, 3, 4, 5
+# its rows one after the other, so that angles may differ by row in interleave mode; each vector alone; or, of rank 3,
+# as one row.
+AS_IT_IS, SWAPPED, SWAPPED_IN_ROWS, IN_ROWS, ALONE, ONE_ROW = 1, 2, 3, 4, 5, 6
 
 
 def placement(mode: str, partial: bool, swaps: bool) -> Callable[[Tensor, tuple[int, ...]], int]:
@@ -92,7 +93,7 @@ def placement(mode: str, partial: bool, swaps: bool) -> Callable[[Tensor, tuple[
             dense = batch == 1 or stride[0] == first * second * width
             if dense and stride[1] == width and stride[2] == first * width and stride[3] == 1:
                 return SWAPPED
-        return AS_IT_IS
+        return AS_IT_IS if len(shape) == 4 else ONE_ROW
 
     return place
 
@@ -105,11 +106,11 @@ def rotated(op: Rotation, mode: str) -> Callable[[Tensor, Tensor, Tensor, int], 
     """
 
     def rotate(x: Tensor, cos: Tensor, sin: Tensor, at: int) -> Tensor:
-        if at == AS_IT_IS and x.dim() == 4:
+        if at == AS_IT_IS:
             return op(x.contiguous(), cos, sin, mode)
         if at == SWAPPED:
             return op(x.transpose(1, 2), cos, sin, mode).transpose(1, 2)
-        if at == AS_IT_IS:
+        if at == ONE_ROW:
             return op(x.unsqueeze(0).contiguous(), cos, sin, mode).squeeze(0)
         if at == ALONE:
             return op(x.reshape(1, -1, 1, x.size(-1)), cos, sin, mode).view(x.shape)
@@ -122,7 +123,7 @@ def rotated(op: Rotation, mode: str) -> Callable[[Tensor, Tensor, Tensor, int], 
 
 def lay(table: Tensor, at: int) -> Tensor:
     """A table of rank 4 in the layout that `at` gives the input."""
-    if at == AS_IT_IS:
+    if at in (AS_IT_IS, ONE_ROW):
         return table
     if at == SWAPPED:
         return table.transpose(1, 2)

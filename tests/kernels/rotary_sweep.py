@@ -51,13 +51,14 @@ class Case:
 
 def sweep(backend: str) -> tuple[dict[str, Any], list[Rotary]]:
     """The report's row of every site found, and the patched ones."""
+    known = modules()
     with npu_autopatch.patched(kernels="rope", backend=backend) as report:
-        rows = {row.name: row for row in report.sites if row.module in modules() and row.kernel == "rope"}
-        fused = {row.name: vars(modules()[row.module]).get(row.name.rpartition(".")[2]) for row in rows.values()}
+        rows = {row.name: row for row in report.sites if row.module in known and row.kernel == "rope"}
+        fused = {row.name: vars(known[row.module]).get(row.name.rpartition(".")[2]) for row in rows.values()}
     found = []
     for row in rows.values():
         if row.state == "patched":
-            original = getattr(modules()[row.module], row.name.rpartition(".")[2])
+            original = getattr(known[row.module], row.name.rpartition(".")[2])
             roles, variant = rope._case(original, original)
             found.append(Rotary(row.name, original, fused[row.name], roles, variant))
     return rows, found

@@ -146,7 +146,7 @@ def _ready(variant: Variant, devices: tuple[str, ...], single: bool) -> Callable
             and x.device.type in devices
             and cos.device == x.device
             and x.dtype in inputs
-            and cos.dtype in FLOATS
+            and (cos.dtype is x.dtype or cos.dtype in FLOATS)
             and sin.dtype is cos.dtype
             and sin.shape == cos.shape
             and (x.dim(), cos.dim()) in ranks
@@ -199,6 +199,7 @@ def _shape(variant: Variant, roles: Roles) -> Callable[..., tuple[int, ...]]:
 def _tables(variant: Variant, roles: Roles) -> Callable[..., tuple[Tensor, Tensor]]:
     """Cos and sin as the op takes them: in the dtype of the arithmetic, of full width, in the layout of the input."""
     widen, constant, promote = variant.widen(), variant.unsqueeze, variant.compute == "promoted"
+    as_given = widen is None and not variant.lookup
     look_up: Callable[[Tensor, Any], Tensor] | None = None
     if variant.lookup:
         look_up = by_sections if variant.lookup == "sections" else _at_positions
@@ -210,13 +211,11 @@ def _tables(variant: Variant, roles: Roles) -> Callable[..., tuple[Tensor, Tenso
             table = table.to(dtype)
         if widen is not None:
             table = widen(table)
-        if at == SWAPPED and unsqueeze == 1 and table.dim() == 3:
-            return table.unsqueeze(2)
         if unsqueeze is not None:
             table = table.unsqueeze(unsqueeze)
         while table.dim() < 4:
             table = table.unsqueeze(0)
-        return table if at == AS_IT_IS else lay(table, at)
+        return lay(table, at)
 
     def both(
         dtype: torch.dtype, at: int, cos: Tensor, sin: Tensor, where: Any, unsqueeze: int | None
@@ -225,6 +224,11 @@ def _tables(variant: Variant, roles: Roles) -> Callable[..., tuple[Tensor, Tenso
             dtype = torch.float32
         elif dtype is not cos.dtype:
             dtype = torch.promote_types(dtype, cos.dtype)
+        if as_given and unsqueeze is not None and dtype is cos.dtype and cos.dim() == 3:
+            if at == AS_IT_IS:
+                return cos.unsqueeze(unsqueeze), sin.unsqueeze(unsqueeze)
+            if at == SWAPPED:  # the heads were to come before the tokens
+                return cos.unsqueeze(2), sin.unsqueeze(2)
         return one(cos, dtype, at, where, unsqueeze), one(sin, dtype, at, where, unsqueeze)
 
     if variant.table == COMPLEX:
@@ -269,7 +273,16 @@ def _turn(variant: Variant, op: Rotation) -> Callable[[Tensor, Tensor, Tensor, i
         return rotate(x, cos, sin, at)
 
     if not variant.partial and not variant.tail:
-        return turn_all
+        if split is not None:
+            return turn_all
+        mode = variant.op_mode
+
+        def turn_whole(x: Tensor, cos: Tensor, sin: Tensor, at: int) -> Tensor:
+            if at == AS_IT_IS and cos.dtype is x.dtype:
+                return op(x.contiguous(), cos, sin, mode)
+            return turn_all(x, cos, sin, at)
+
+        return turn_whole
     first, tail = variant.partial == "first", variant.tail
 
     def turn(x: Tensor, cos: Tensor, sin: Tensor, at: int) -> Tensor:
