@@ -92,7 +92,7 @@ def fused_function(
         parameters=", ".join(declared),
         ready=" and ".join(ready),
         first=first,
-        shape=", ".join([f"{first}.dim()", roles.tables[0], *where]),
+        shape=", ".join([f"{first}.dim()", tables, *where]),
         tables=", ".join([f"{first}.dtype", "at_", tables, *where]),
         fit="".join(f" and place({name}, shape_) == at_" for name in others),
         result=", ".join(turns),
@@ -121,8 +121,8 @@ def ours_undone(function: Any) -> Any:
 
 
 def _ready(variant: Variant, devices: tuple[str, ...], single: bool) -> Callable[..., bool]:
-    """The test of the first input and the tables: types, device, dtypes, ranks, gradients."""
-    ranks, inputs = variant.ranks, _HALVES if variant.compute == "float64" else FLOATS
+    """The test of the first input and the tables: types, device, dtypes, gradients."""
+    inputs = _HALVES if variant.compute == "float64" else FLOATS
 
     def ready_for_one(x: Tensor, table: Tensor) -> bool:
         return (
@@ -133,7 +133,6 @@ def _ready(variant: Variant, devices: tuple[str, ...], single: bool) -> Callable
             and table.device == x.device
             and x.dtype in inputs
             and table.dtype is torch.complex64
-            and (x.dim(), table.dim()) in ranks
             and not table.requires_grad
         )
 
@@ -148,8 +147,6 @@ def _ready(variant: Variant, devices: tuple[str, ...], single: bool) -> Callable
             and x.dtype in inputs
             and (cos.dtype is x.dtype or cos.dtype in FLOATS)
             and sin.dtype is cos.dtype
-            and sin.shape == cos.shape
-            and (x.dim(), cos.dim()) in ranks
             and not cos.requires_grad
             and not sin.requires_grad
         )
@@ -165,35 +162,45 @@ def _is_sections(sections: Any) -> bool:
     return isinstance(sections, list)
 
 
-def _shape(variant: Variant, roles: Roles) -> Callable[..., tuple[int, ...]]:
-    """The shape of a table at full width, of rank 4, from the rank of the input and the table as it is given."""
-    twice, constant = variant.table in (HALF_SIZE, COMPLEX), variant.unsqueeze
+_NONE = (0, 0, 0, 0)
 
-    def shape(rank: int, table: tuple[int, ...], unsqueeze: int | None) -> tuple[int, ...]:
+
+def _shape(variant: Variant, roles: Roles) -> Callable[..., tuple[int, ...]]:
+    """The shape of a table at full width, of rank 4, from the rank of the input and the tables as they are given.
+
+    No input fits a shape of zeros, for ranks that were not proved.
+    """
+    twice, constant, ranks = variant.table in (HALF_SIZE, COMPLEX), variant.unsqueeze, variant.ranks
+
+    def widened(rank: int, table: tuple[int, ...], unsqueeze: int | None) -> tuple[int, ...]:
         if len(table) == 3 and rank == 4 and unsqueeze is not None:
             rows, length, width = table
             if twice:
                 width *= 2
             if unsqueeze == 1:
                 return rows, 1, length, width
-            return (rows, length, 1, width) if unsqueeze in (2, -2) else (0, 0, 0, 0)
+            return (rows, length, 1, width) if unsqueeze in (2, -2) else _NONE
         width = table[-1] * 2 if twice else table[-1]
         lead = list(table[:-1])
         if unsqueeze is not None:
             lead.insert(unsqueeze if unsqueeze >= 0 else len(lead) + unsqueeze + 2, 1)
         return (*[1] * (3 - len(lead)), *lead, width)
 
-    if variant.lookup == "sections":
-        if roles.unsqueeze:
-            return lambda rank, table, _, unsqueeze: shape(rank, table.shape[1:], unsqueeze)
-        return lambda rank, table, _: shape(rank, table.shape[1:], constant)
-    if variant.lookup:
-        if roles.unsqueeze:
-            return lambda rank, table, at, unsqueeze: shape(rank, (*at.shape, table.size(-1)), unsqueeze)
-        return lambda rank, table, at: shape(rank, (*at.shape, table.size(-1)), constant)
-    if roles.unsqueeze:
-        return lambda rank, table, unsqueeze: shape(rank, table.shape, unsqueeze)
-    return lambda rank, table: shape(rank, table.shape, constant)
+    def shape(rank: int, cos: Tensor, sin: Tensor, unsqueeze: int | None = constant) -> tuple[int, ...]:
+        table = cos.shape
+        if sin.shape != table or (rank, len(table)) not in ranks:
+            return _NONE
+        return widened(rank, table, unsqueeze)
+
+    def looked_up(rank: int, cos: Tensor, sin: Tensor, at: Any, unsqueeze: int | None = constant) -> tuple[int, ...]:
+        table = cos.shape
+        if sin.shape != table or (rank, len(table)) not in ranks:
+            return _NONE
+        return widened(rank, table[1:] if variant.lookup == "sections" else (*at.shape, table[-1]), unsqueeze)
+
+    if variant.table == COMPLEX:
+        return lambda rank, table: shape(rank, table, table)
+    return looked_up if variant.lookup else shape
 
 
 def _tables(variant: Variant, roles: Roles) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -218,7 +225,7 @@ def _tables(variant: Variant, roles: Roles) -> Callable[..., tuple[Tensor, Tenso
         return lay(table, at)
 
     def both(
-        dtype: torch.dtype, at: int, cos: Tensor, sin: Tensor, where: Any, unsqueeze: int | None
+        dtype: torch.dtype, at: int, cos: Tensor, sin: Tensor, unsqueeze: int | None = constant, where: Any = None
     ) -> tuple[Tensor, Tensor]:
         if not promote:
             dtype = torch.float32
@@ -232,14 +239,10 @@ def _tables(variant: Variant, roles: Roles) -> Callable[..., tuple[Tensor, Tenso
         return one(cos, dtype, at, where, unsqueeze), one(sin, dtype, at, where, unsqueeze)
 
     if variant.table == COMPLEX:
-        return lambda dtype, at, table: both(dtype, at, table.real, table.imag, None, constant)
-    if roles.lookup and roles.unsqueeze:
-        return both
+        return lambda dtype, at, table: both(dtype, at, table.real, table.imag)
     if roles.lookup:
-        return lambda dtype, at, cos, sin, where: both(dtype, at, cos, sin, where, constant)
-    if roles.unsqueeze:
-        return lambda dtype, at, cos, sin, unsqueeze: both(dtype, at, cos, sin, None, unsqueeze)
-    return lambda dtype, at, cos, sin: both(dtype, at, cos, sin, None, constant)
+        return lambda dtype, at, cos, sin, where, unsqueeze=constant: both(dtype, at, cos, sin, unsqueeze, where)
+    return both
 
 
 def _at_positions(table: Tensor, positions: Tensor) -> Tensor:
