@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 import sys
-import weakref
 from collections import defaultdict
 from collections.abc import Iterable
 from types import CellType, FunctionType, ModuleType
 from typing import Any
+
+from torch import nn
 
 from npu_autopatch.foreign import home_of
 
@@ -26,12 +27,43 @@ def importers(function: Any) -> list[tuple[ModuleType, str]]:
     return [(module, name) for module in _modules() for name, value in list(vars(module).items()) if value is function]
 
 
+def captures(module: ModuleType, function: Any) -> list[tuple[list[Any], int]]:
+    """The places of `function` in lists that the constructors of `module`'s classes close over.
+
+    Some versions of transformers decorate attention classes so, to give each instance the function for `kernelize`.
+    """
+    found = []
+    for value in list(vars(module).values()):
+        init = vars(value).get("__init__") if isinstance(value, type) else None
+        for cell in (init.__closure__ or ()) if isinstance(init, FunctionType) else ():
+            held = cell.cell_contents
+            if type(held) is list:
+                found += [(held, place) for place, item in enumerate(held) if item is function]
+    return found
+
+
+def in_instances(function: Any) -> list[tuple[dict[str, Any], str]]:
+    """The entries of nn.Module instances, and of dicts they have, that hold `function`: a walk of the heap."""
+    found = []
+    for holder in gc.get_referrers(function):
+        space = vars(holder) if isinstance(holder, nn.Module) else holder
+        if type(space) is dict and (isinstance(holder, nn.Module) or _is_of_instance(space)):
+            found += [(space, name) for name, value in list(space.items()) if value is function]
+    return found
+
+
+def _is_of_instance(space: dict[str, Any], depth: int = 1) -> bool:
+    return any(
+        isinstance(owner, nn.Module) or (depth > 0 and type(owner) is dict and _is_of_instance(owner, depth - 1))
+        for owner in gc.get_referrers(space)
+    )
+
+
 def names(functions: Iterable[tuple[FunctionType, int]]) -> dict[FunctionType, list[str]]:
     """The modules, classes and functions that hold each of `functions`, given with its `count`.
 
     Modules of transformers are left out: their names are sites of their own. So are replacements, which hold their
-    original. Who is no module is asked of the collector, some tens of milliseconds for all functions together; what
-    it said of a function is kept as long as the number of these is the same.
+    original. Who is no module is asked of the collector, some tens of milliseconds for all functions together.
     """
     asked = dict(functions)
     found: dict[FunctionType, set[str]] = {function: set() for function in asked}
@@ -40,22 +72,14 @@ def names(functions: Iterable[tuple[FunctionType, int]]) -> dict[FunctionType, l
             for value in list(vars(module).values()):
                 if type(value) is FunctionType and value in found:
                     found[value].add(module.__name__)
-    others = {function: held - len(found[function]) for function, held in asked.items()}
-    others = {function: number for function, number in others.items() if number > 0}
-    if new := [function for function, number in others.items() if _known.get(function, (0,))[0] != number]:
-        said = _ask(new)
-        for function in new:
-            _known[function] = others[function], said[id(function)]
+    others = [function for function, held in asked.items() if held > len(found[function])]
+    said = _ask(others) if others else {}
     for function in others:
-        found[function] |= _known[function][1]
+        found[function] |= said[id(function)]
     return {
         function: sorted(name for name in held if not name.startswith("transformers"))
         for function, held in found.items()
     }
-
-
-# how many hold a function that are no modules, and who
-_known: weakref.WeakKeyDictionary[FunctionType, tuple[int, set[str]]] = weakref.WeakKeyDictionary()
 
 
 def _ask(functions: list[FunctionType]) -> dict[int, set[str]]:

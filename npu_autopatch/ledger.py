@@ -21,7 +21,8 @@ class Slot:
     `original` is the raw old value as it stood in the owner's namespace, or a mark that the owner had none of
     its own (it inherited one). `site` and `kernel` name what it serves, empty for what is no site. `holders` are
     the activations that want the replacement in place. `held` counts who holds a module's original function beside
-    the module.
+    the module; `captures` are the places among these that get the replacement, too, so that instances which are
+    given the function can be pickled by its name.
     """
 
     owner: Any
@@ -32,6 +33,18 @@ class Slot:
     holders: set[object] = field(default_factory=set)
     kernel: str = ""
     held: int = 0
+    captures: list[tuple[list[Any], int]] = field(default_factory=list)
+
+    def capture(self) -> None:
+        """Put the replacement where classes of the module, and their instances, have captured the original."""
+        self.captures = holders.captures(self.owner, self.original)
+        for place, index in self.captures:
+            place[index] = self.replacement
+        self.held -= len(self.captures)
+        if self.captures and self.held > 0:
+            for space, name in holders.in_instances(self.original):
+                space[name] = self.replacement
+                self.held -= 1
 
     def restore(self) -> Any:
         """Put the old value back; the foreign value found instead of our replacement, or None."""
@@ -43,10 +56,19 @@ class Slot:
         else:
             setattr(self.owner, self.attribute, self.original)
         del current  # the count is of what others hold
+        for place, index in self.captures:
+            if place[index] is self.replacement:
+                place[index] = self.original
         if self.site and isinstance(self.owner, ModuleType) and sys.getrefcount(self.replacement) > holders.ALONE:
-            for module, name in holders.importers(self.replacement):  # who took the name while it was in place
-                setattr(module, name, self.original)
+            self._take_back()
         return None
+
+    def _take_back(self) -> None:
+        """Give the original to whoever got the replacement while it was in place."""
+        for module, name in holders.importers(self.replacement):
+            setattr(module, name, self.original)
+        for space, name in holders.in_instances(self.replacement) if self.captures else ():
+            space[name] = self.original
 
 
 class Ledger:
@@ -90,6 +112,8 @@ class Ledger:
         original = next((slot.original for slot in self._slots if slot.replacement is current), current)
         slot = Slot(owner, attribute, original, replacement, site, {holder}, kernel, held)
         setattr(owner, attribute, replacement)
+        if held:
+            slot.capture()
         self._slots.append(slot)
         self.changes += 1
         return slot

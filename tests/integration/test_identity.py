@@ -144,3 +144,22 @@ def test_the_source_of_a_patched_forward_is_still_found() -> None:
         assert modeling_llama.LlamaRMSNorm.forward.__npu_autopatch__
         assert inspect.getsource(modeling_llama.LlamaRMSNorm.forward) == source
         assert inspect.getsource(modeling_llama.LlamaRMSNorm).count("def forward") == 1
+
+
+@pytest.mark.parametrize("built", ["before", "inside"])
+@pytest.mark.parametrize("saved", ["inside", "after"])
+def test_a_whole_model_is_saved_wherever_it_was_built(built: str, saved: str, tiny_model: Any, tokens: Any) -> None:
+    """Some versions of transformers give each attention the rotary function, which is pickled by its name."""
+    buffer = io.BytesIO()
+    expected = tiny_model("Llama")(tokens).logits
+    model = tiny_model("Llama") if built == "before" else None
+    with npu_autopatch.patched(backend="emulate"):
+        model = model or tiny_model("Llama")
+        if saved == "inside":
+            torch.save(model, buffer)
+    if saved == "after":
+        torch.save(model, buffer)
+    assert modeling_llama.apply_rotary_pos_emb.__module__ == modeling_llama.__name__
+    assert not hasattr(modeling_llama.apply_rotary_pos_emb, "__npu_autopatch__")
+    buffer.seek(0)
+    assert torch.equal(torch.load(buffer, weights_only=False)(tokens).logits, expected)
