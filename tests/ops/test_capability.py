@@ -71,11 +71,14 @@ def test_a_norm_without_a_gradient_is_not_used(monkeypatch):
 
 
 def test_the_formula_of_the_op_is_the_emulated_op():
+    generator = torch.Generator().manual_seed(4)
     for x_dtype, gamma_dtype in ((torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.float16, torch.float32)):
-        x, gamma = torch.randn(4, 24).to(x_dtype), torch.randn(24).to(gamma_dtype)
+        x = torch.randn(4, 24, generator=generator).to(x_dtype)
+        gamma = torch.randn(24, generator=generator).to(gamma_dtype)
         got, expected = rms_norm.reference(x, gamma, 1e-5)[0], torch.ops.npu.npu_rms_norm(x, gamma, 1e-5)[0]
         assert got.dtype is expected.dtype
-        assert torch.allclose(got.double(), expected.double(), rtol=torch.finfo(x_dtype).eps * 2)
+        # the mean, the root and two products are each rounded in fp32, which the emulator does for the last two only
+        assert torch.allclose(got.double(), expected.double(), rtol=torch.finfo(x_dtype).eps * 4)
 
 
 def test_nothing_is_imported_to_ask(monkeypatch):
