@@ -180,7 +180,11 @@ def test_lora_on_every_projection(name: str) -> None:
             if parameter.requires_grad:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
     batch = inputs(name)
-    original, exact = outcome(model, batch), exact_outcome(model, batch)
+    try:
+        original = outcome(model, batch)
+    except AttributeError as error:  # DeepSeek-V3's router on 5.0.0, whose buffer peft's wrapper hides
+        pytest.skip(f"peft cannot run this model, unpatched: {error}")
+    exact = exact_outcome(model, batch)
     with npu_autopatch.patched(backend="emulate"), Fused() as fused:
         got = outcome(model, batch)
     forward = {op: count for op, count in FAMILIES[name].calls.items() if not op.endswith(("_backward", "_grad"))}
