@@ -34,6 +34,12 @@ def rotary_by_keyword(q, k, *, cos, sin, scale=None):
     return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
 
 
+def rotary_of_words_of_ours(tables, turn, place, shape, original=None, ready=1):
+    """Parameters called as the parts of the replacement are in its source."""
+    place, shape = place.unsqueeze(ready), shape.unsqueeze(ready)
+    return tables * place + rotate_half(tables) * shape, turn * place + rotate_half(turn) * shape
+
+
 def rotary_sine_first(x, sin, cos):
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return x * cos + rotate_pairs(x) * sin
@@ -145,6 +151,7 @@ MATCHED = {
     "turn_by_angles": "half",
     "rotary_of_head_last_tensors": "half",
     "rotary_by_keyword": "half",
+    "rotary_of_words_of_ours": "half",
     "rotary_sine_first": "interleaved_fullcos",
     "rotary_first_half_of_cos": "interleaved_halfcos",
     "rotary_of_three": "half",

@@ -20,12 +20,12 @@ _HALVES = (torch.bfloat16, torch.float16)
 _SOURCE = """
 def replacement({parameters}):
     if {ready}:
-        shape_ = shape({shape})
-        at_ = place({first}, shape_)
-        if at_{fit}:
-            cos_, sin_ = tables({tables})
+        shape__ = shape_of__({shape})
+        at__ = place__({first}, shape__)
+        if at__{fit}:
+            cos__, sin__ = tables__({tables})
             return {result}
-    return original({everything})
+    return original__({everything})
 """
 
 
@@ -54,7 +54,8 @@ def fused_function(
 ) -> Callable[..., Any]:
     """A function with the parameters of `signature` that calls `op` where that is legal, and `original` elsewhere.
 
-    Its code is put together from names, so that a call binds its arguments once, as the original's does.
+    Its code is put together from names, so that a call binds its arguments once, as the original's does. Its own end
+    in two underscores, so that no parameter hides them.
     """
     declared, passed, pinned = [], [], []
     used = {*roles.inputs, *roles.tables, roles.lookup, roles.unsqueeze, *roles.ignored}
@@ -74,7 +75,7 @@ def fused_function(
         if parameter.default is parameter.empty:
             declared.append(name)
             continue
-        default = f"default_{place}_"
+        default = f"default_{place}__"
         scope[default] = parameter.default
         declared.append(f"{name}={default}")
         if name not in used:
@@ -84,29 +85,29 @@ def fused_function(
     first, *others = roles.inputs
     tables = ", ".join(roles.tables)
     where = list(filter(None, (roles.lookup, roles.unsqueeze)))
-    turns = [f"turn({name}, cos_, sin_, at_)" for name in roles.inputs]
-    ready = [f"ready({first}, {tables})", *pinned]
-    ready += [f"type({name}) in PLAIN and {name}.dtype is {first}.dtype" for name in others]
-    ready += [f"looks_up({roles.lookup})"] if roles.lookup else []
+    turns = [f"turn__({name}, cos__, sin__, at__)" for name in roles.inputs]
+    ready = [f"ready__({first}, {tables})", *pinned]
+    ready += [f"type({name}) in PLAIN__ and {name}.dtype is {first}.dtype" for name in others]
+    ready += [f"looks_up__({roles.lookup})"] if roles.lookup else []
     source = _SOURCE.format(
         parameters=", ".join(declared),
         ready=" and ".join(ready),
         first=first,
         shape=", ".join([f"{first}.dim()", tables, *where]),
-        tables=", ".join([f"{first}.dtype", "at_", tables, *where]),
-        fit="".join(f" and place({name}, shape_) == at_" for name in others),
+        tables=", ".join([f"{first}.dtype", "at__", tables, *where]),
+        fit="".join(f" and place__({name}, shape__) == at__" for name in others),
         result=", ".join(turns),
         everything=", ".join(passed),
     )
     scope |= {
-        "original": original,
-        "PLAIN": PLAIN,
-        "ready": _ready(variant, devices, single=len(roles.tables) == 1),
-        "looks_up": _is_sections if variant.lookup == "sections" else _is_positions,
-        "shape": _shape(variant, roles),
-        "place": _place(variant),
-        "tables": _tables(variant, roles),
-        "turn": _turn(variant, op),
+        "original__": original,
+        "PLAIN__": PLAIN,
+        "ready__": _ready(variant, devices, single=len(roles.tables) == 1),
+        "looks_up__": _is_sections if variant.lookup == "sections" else _is_positions,
+        "shape_of__": _shape(variant, roles),
+        "place__": _place(variant),
+        "tables__": _tables(variant, roles),
+        "turn__": _turn(variant, op),
     }
     exec(compile(source, _PLACE.format(getattr(original, "__qualname__", "rotary")), "exec"), scope)
     replacement: Callable[..., Any] = scope.pop("replacement")
