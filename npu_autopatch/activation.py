@@ -91,7 +91,7 @@ def report() -> Report:
 
 def _with_holders(rows: list[Row]) -> list[Row]:
     """The rows, those of functions with the names of others that hold the original and are not reached."""
-    slots = {(slot.owner.__name__, slot.site, slot.kernel): slot for slot in _ledger if slot.held}
+    slots = {(slot.owner.__name__, slot.site, slot.kernel): slot for slot in _ledger if slot.held > 0}
     names = holders.names([(slot.original, slot.held) for slot in slots.values()])
     told = []
     for row in rows:

@@ -36,9 +36,9 @@ def captures(module: ModuleType, function: Any) -> list[tuple[list[Any], int]]:
     for value in list(vars(module).values()):
         init = vars(value).get("__init__") if isinstance(value, type) else None
         for cell in (init.__closure__ or ()) if isinstance(init, FunctionType) else ():
-            held = cell.cell_contents
-            if type(held) is list:
-                found += [(held, place) for place, item in enumerate(held) if item is function]
+            for held in gc.get_referents(cell):  # none of an empty cell
+                if type(held) is list:
+                    found += [(held, place) for place, item in enumerate(held) if item is function]
     return found
 
 

@@ -112,10 +112,10 @@ class Ledger:
         original = next((slot.original for slot in self._slots if slot.replacement is current), current)
         slot = Slot(owner, attribute, original, replacement, site, {holder}, kernel, held)
         setattr(owner, attribute, replacement)
-        if held:
-            slot.capture()
         self._slots.append(slot)
         self.changes += 1
+        if held:
+            slot.capture()
         return slot
 
     def release(self, holder: object) -> list[tuple[Slot, Any]]:

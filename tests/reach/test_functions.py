@@ -164,3 +164,25 @@ def test_a_partial_or_callable_of_that_name_is_no_site() -> None:
     with block():
         assert isinstance(vars(modeling_llama)[NAME], functools.partial)
         assert row().state in ("refused", "foreign")
+
+
+def test_a_constructor_with_an_empty_closure_is_no_hindrance() -> None:
+    """What a class closes over is looked through where a function is held; a name there may not be bound yet."""
+    code = f"""
+{TAKES_THE_NAME}
+
+def unfinished():
+    if False:
+        later = None
+    class Attention:
+        def __init__(self):
+            self.later = later
+    return Attention
+
+Attention, ROTARY = unfinished(), [{NAME}]
+"""
+    remote = module("transformers_modules.unfinished.modeling_unfinished", code)
+    with block():
+        assert row(f"unfinished.{NAME}").state == "patched"
+        assert vars(remote)[NAME] is not ORIGINAL
+    assert vars(remote)[NAME] is vars(modeling_llama)[NAME] is ORIGINAL
