@@ -38,11 +38,12 @@ class RopeKernel:
         made = set()  # classes of decorated functions, which may have two names
         for name, value in list(vars(module).items()):
             # The name only earns a function a line in the report that says why it is none.
-            called_so = "rot" in name.lower() and not isinstance(value, type)
+            called_so = any(word in name.lower() for word in ("rot", "rope")) and not isinstance(value, type)
             function = _function(value)
-            if function is None or not _may_rotate(function):
-                stranger = called_so and callable(value) and not _at_home(value, module)
-                if not stranger or isinstance(value, nn.Module):
+            if function is None or _not_a_rotation(function):
+                by_angles = function is not None and function.__code__.co_argcount > 1  # or else half of a rotation
+                stranger = callable(value) and not isinstance(value, nn.Module) and not _at_home(value, module)
+                if not called_so or not (by_angles or stranger):
                     continue
             elif not called_so and isinstance(_case(value, function), str):
                 continue
@@ -59,8 +60,8 @@ class RopeKernel:
             return Refusal(f"it is a {type(original).__name__}, not a plain function")
         rotary = site.owner() if isinstance(site.owner, type) else original
         function = _function(rotary)
-        if function is None or not _may_rotate(function):
-            return Refusal("it puts no tensors together, as a rotation does")
+        if function is None or (reason := _not_a_rotation(function)):
+            return Refusal(reason if function is not None else "what it calls is not a plain function")
         case = _case(rotary, function)
         if isinstance(case, str):
             return Refusal(case)
@@ -95,12 +96,15 @@ def _at_home(value: Any, module: ModuleType) -> bool:
     return bool(home == module.__name__ or home.startswith("transformers"))
 
 
-def _may_rotate(function: FunctionType) -> bool:
+def _not_a_rotation(function: FunctionType) -> str:
+    """Why the code of a function cannot be that of a rotation by tables; empty if it can."""
     code = function.__code__
     if not 3 <= code.co_argcount + code.co_kwonlyargcount <= 8:
-        return False
+        return f"it takes {inspect.signature(function)}, not inputs and a cos and sin"
     names = probing.reached(function)
-    return bool(names & _JOINS) and not names & _EFFECTS
+    if effects := sorted(names & _EFFECTS):
+        return f"it does more than compute ({', '.join(effects)}), so no probe may call it"
+    return "" if names & _JOINS else "it puts no tensors together, as a rotation does"
 
 
 def _case(rotary: Callable[..., Any], function: FunctionType) -> tuple[Roles, Variant] | str:
