@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -95,7 +96,7 @@ class Probe:
                             if sine_first and len(roles.tables) == 1:
                                 continue
                             tables = roles.tables[::-1] if sine_first else roles.tables
-                            said = Roles(roles.inputs, tables, roles.lookup)
+                            said = replace(roles, tables=tables)
                             if self.agrees(outcome, said, found, layout):
                                 return said, found, layout
                     self.why_not(outcome, roles, variant, layout, width)
@@ -201,7 +202,7 @@ class Probe:
         for name in self.options:
             same = self.defaults[name] == variant.unsqueeze and type(self.defaults[name]) is int
             if same and self.holds(roles, variant.but(unsqueeze=where), other, {name: where}):
-                return Roles(roles.inputs, roles.tables, roles.lookup, name)
+                return replace(roles, unsqueeze=name)
         return roles
 
     def extent(self, roles: Roles, variant: Variant, layout: str) -> Variant:
@@ -228,7 +229,7 @@ class Probe:
             absent = name != roles.unsqueeze and self.defaults[name] is None
             if absent and self.holds(roles, variant, layout, {name: formula.positions()}):
                 ignored.append(name)
-        return Roles(roles.inputs, roles.tables, roles.lookup, roles.unsqueeze, tuple(ignored))
+        return replace(roles, ignored=tuple(ignored))
 
     def arithmetic(self, roles: Roles, variant: Variant, layout: str) -> Variant:
         """The variant with the dtypes of its arithmetic and of its result."""
