@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,8 @@ each_family = pytest.mark.parametrize("name", PRESENT)
 NO_SITES = {
     "cohere": {"CohereLayerNorm"},
     "cohere2": {"Cohere2LayerNorm"},
+    # hands its arguments to a rotary autograd function of its own; transformers 5 no longer has it
+    "modernbert": {"apply_rotary_unpadded"},
 }
 KERNELS = {"npu_rms_norm": "rms_norm", "npu_rotary_mul": "rope", "npu_swiglu": "swiglu", "npu_geglu": "swiglu"}
 
@@ -63,7 +66,9 @@ def test_every_layer_runs_fused_and_answer_and_gradients_are_no_worse(name: str,
 def test_the_report_has_every_site_of_the_family_as_patched(name: str) -> None:
     _, calls, rows = patched(name, torch.float32)
     others = [row for row in rows if row.state != "patched"]
-    assert {row.name.rpartition(".")[2] for row in others} == NO_SITES.get(name, set()), others
+    homes = [sys.modules[row.module] for row in rows]
+    no_sites = {part for part in NO_SITES.get(name, set()) if any(hasattr(home, part) for home in homes)}
+    assert {row.name.rpartition(".")[2] for row in others} == no_sites, others
     assert all(row.state == "refused" and row.reason for row in others)
     kernels = {row.kernel for row in rows if row.state == "patched"}
     assert {KERNELS[op] for op in calls if op in KERNELS} <= kernels
