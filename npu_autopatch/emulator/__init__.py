@@ -9,10 +9,16 @@ from __future__ import annotations
 
 import threading
 
-from npu_autopatch.emulator import rms_norm, rotary, swiglu
+from npu_autopatch.emulator import grouped_matmul, rms_norm, rotary, swiglu, token_permute
 from npu_autopatch.emulator.registration import EmulatedOp, register
 
-OPS: tuple[EmulatedOp, ...] = (*rms_norm.OPS, *rotary.OPS, *swiglu.OPS)
+OPS: tuple[EmulatedOp, ...] = (
+    *rms_norm.OPS,
+    *rotary.OPS,
+    *swiglu.OPS,
+    *token_permute.OPS,
+    *grouped_matmul.OPS,
+)
 
 _installed: list[EmulatedOp] = []
 _installing = threading.Lock()
