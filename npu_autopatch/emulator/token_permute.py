@@ -27,6 +27,9 @@ def npu_moe_token_permute(
     op = "npu_moe_token_permute"
     _refuse_rows(op, "tokens", tokens)
     _refuse_indices(op, tokens, indices, padded_mode)
+    if int(indices.min()) < 0 or int(indices.max()) >= _MOST:
+        got = f"indices from {int(indices.min())} to {int(indices.max())}"
+        raise ContractError(op, got, f"values from 0, below {_MOST}")
     kept = _kept(indices.numel(), num_out_tokens)
     order = indices.flatten().argsort(stable=True)
     return tokens[order[:kept] // _chosen(indices)], order.argsort().int()
@@ -35,7 +38,10 @@ def npu_moe_token_permute(
 def npu_moe_token_permute_grad(
     tokens: Tensor, grad_permuted_tokens: Tensor, indices: Tensor, sorted_indices: Tensor, padded_mode: bool = False
 ) -> Tensor:
-    """The gradient of `tokens`, of which only shape and dtype count: sums over the rows of each. `ContractError`."""
+    """The gradient of `tokens`: sums over the rows of each. Raises `ContractError`.
+
+    Of `tokens` only shape and dtype count, of `indices` only the shape.
+    """
     op = "npu_moe_token_permute_grad"
     _refuse_rows(op, "tokens", tokens)
     _refuse_indices(op, tokens, indices, padded_mode)
@@ -128,9 +134,6 @@ def _refuse_indices(op: str, tokens: Tensor, indices: Tensor, padded_mode: bool)
         raise ContractError(op, f"{_chosen(indices)} indices a token", f"1 to {_MOST_A_ROW}")
     if indices.numel() >= _MOST:
         raise ContractError(op, f"{indices.numel()} indices", f"fewer than {_MOST}")
-    if int(indices.min()) < 0 or int(indices.max()) >= _MOST:
-        got = f"indices from {int(indices.min())} to {int(indices.max())}"
-        raise ContractError(op, got, f"values from 0, below {_MOST}")
 
 
 def _refuse_order(op: str, order: Tensor, total: int) -> None:
