@@ -1,0 +1,175 @@
+"""Blocks that loop over a list of experts, as transformers 4 and remote code write them.
+
+The routing is not reproduced: the function's own statements run, to the bit. Only the loop is cut out of them, and one
+call of the grouped products stands in its place. What the loop is given and what it leaves behind is told by values,
+on a tiny instance.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from npu_autopatch.kernels import probing
+from npu_autopatch.kernels.base import Match, Refusal, Site, site_name
+from npu_autopatch.kernels.moe import tiny
+from npu_autopatch.kernels.moe.base import MoESite
+from npu_autopatch.kernels.moe.experts import selector_of, unselected
+from npu_autopatch.kernels.moe.loops import experts
+from npu_autopatch.kernels.moe.loops.cut import Cut, Loop, cut
+from npu_autopatch.kernels.moe.loops.exact import Bank
+from npu_autopatch.kernels.moe.loops.probe import Inputs, loops, observed, possible, recognised
+from npu_autopatch.kernels.moe.loops.proof import Proof
+from npu_autopatch.kernels.moe.loops.replacement import region, replacement
+from npu_autopatch.kernels.moe.loops.source import Source, read
+from npu_autopatch.kernels.swiglu.probe import recognise
+from npu_autopatch.kernels.swiglu.trace import Unproved
+from npu_autopatch.kernels.swiglu.variant import Variant
+from npu_autopatch.ops import grouped_matmul
+
+# One of these is how rows of some tokens are taken out; the loops of a stack of layers have none.
+_SELECTING = {"where", "index_add_", "nonzero", "argsort", "one_hot", "bincount", "masked_select", "index_select"}
+
+
+def find(module: ModuleType) -> Iterator[Site]:
+    """The methods of `module` that loop and take rows out within, of classes that build a list of modules."""
+    for cls in probing.classes(module):
+        own = vars(cls)
+        init = own.get("__init__")
+        if not isinstance(init, FunctionType) or "ModuleList" not in init.__code__.co_names:
+            continue
+        for name, function in own.items():
+            if isinstance(function, FunctionType) and name != "__init__" and _selects(function.__code__):
+                yield MoESite(
+                    module.__name__, site_name(module.__name__, cls.__name__), cls, name, sys.modules[__name__]
+                )
+
+
+def _selects(code: CodeType) -> bool:
+    if not _SELECTING & set(code.co_names):
+        return False
+    return any(dis.opname[op] == "FOR_ITER" for op in code.co_code[::2])
+
+
+def prove(site: Site, devices: tuple[str, ...]) -> Match | Refusal:
+    """The function with one fused call in place of its loop, where its experts are plain gated MLPs."""
+    cls, original = site.owner, vars(site.owner).get(site.attribute)
+    try:
+        source = read(original)
+        instance = tiny.build(cls)
+        block = _Block(source, instance)
+        return block.proved(selector_of(cls), devices)
+    except (Unproved, probing.BuildError) as refused:
+        return Refusal(str(refused))
+
+
+class _Block:
+    """A function with a loop over a list of experts, and an instance it runs on."""
+
+    def __init__(self, source: Source, instance: nn.Module) -> None:
+        """Raises `Unproved`."""
+        self.source, self.instance = source, instance
+        found = loops(source, instance)
+        if len(found) != 1:
+            raise Unproved("no loop over a list of modules is among its statements" if not found else "it loops twice")
+        self.place, self.attribute = found[0]
+        self.experts = list(getattr(instance, self.attribute))
+        kinds = {type(expert): None for expert in self.experts}
+        if len(kinds) != 1:
+            raise Unproved(f"its experts are of {len(kinds)} kinds: {', '.join(kind.__name__ for kind in kinds)}")
+        self.cls: type[nn.Module] = next(iter(kinds))
+        forward: Any = self.cls.forward
+        self.forward = forward.__wrapped__ if hasattr(forward, "__npu_autopatch__") else forward
+        self.variant = self._variant()
+        self.bank = Bank.of(self.experts, self.variant)
+        self.loop, self.inputs = self._loop()
+        self.cut = cut(self.loop)
+
+    def _variant(self) -> Variant:
+        try:
+            variant = recognise(self.cls, self.forward)
+        except Unproved as unproved:
+            raise Unproved(f"its experts are no gated MLPs: {self.cls.__name__}: {unproved}") from unproved
+        if len(variant.after) > 1 or variant.tail or variant.cast:
+            raise Unproved(f"its experts do more than a gated MLP: {self.cls.__name__}: {variant}")
+        if any(
+            type(getattr(e, n)) is not nn.Linear for e in self.experts for n in (*variant.projections, *variant.after)
+        ):
+            raise Unproved("its experts are not of plain linear layers")
+        return variant
+
+    def _loop(self) -> tuple[Loop, Inputs]:
+        failed: Unproved | None = None
+        for inputs in possible(self.source):
+            try:
+                with torch.no_grad():
+                    seen = observed(self.source, self.instance, inputs.values(self.bank.hidden, self.bank.experts))
+                return recognised(self.source, self.place, self.attribute, seen, self.bank), inputs
+            except Unproved as unproved:
+                failed = unproved
+            except Exception as error:
+                words = str(error).partition("\n")[0]
+                failed = failed or Unproved(f"it fails on a probe: {type(error).__name__}: {words}")
+        raise failed or Unproved("it takes more than hidden states, chosen experts and their weights")
+
+    def proved(self, select: Any, devices: tuple[str, ...]) -> Match:
+        """Raises `Unproved`."""
+        loop, variant, reference = self.loop, self.variant, grouped_matmul.REFERENCE
+        settings = _settings(self.cut, self.instance, self.bank)
+        proof = Proof(self.instance, loop, variant, region(loop))
+        gather = experts.gathered(variant, self.cls, self.forward, unselected)
+        fused = experts.fused(variant, reference)
+        proof.sums(gather, fused)
+        function = self.source.function
+        collect = experts.collector(loop.attribute, settings, gather, reference, ("cpu",))
+        replaced = replacement(loop, self.cut, self.inputs, collect, fused, _turned_away)
+        proof.whole(function, replaced, self.inputs, self.bank.hidden)
+        available = grouped_matmul.op()
+        gather = experts.gathered(variant, self.cls, self.forward, select)
+        collect = experts.collector(loop.attribute, settings, gather, available, devices)
+        fused = experts.fused(variant, available)
+        return Match(f"listed: {variant}", replacement(loop, self.cut, self.inputs, collect, fused, function))
+
+
+def _settings(cut: Cut, instance: nn.Module, bank: Bank) -> Callable[[Any, int, int], bool]:
+    """Whether an instance has what the loop depended on as the probe had it, given its experts and hidden size."""
+    counts: list[tuple[str, ...]] = []
+    widths: list[tuple[str, ...]] = []
+    constants: list[tuple[tuple[str, ...], Any]] = []
+    for chain in cut.settings:
+        value = _value(instance, chain)
+        if value is None or isinstance(value, bool) or (isinstance(value, int) and value in (0, 1)):
+            constants.append((chain, value))
+        elif isinstance(value, int) and value == bank.experts:
+            counts.append(chain)
+        elif isinstance(value, int) and value == bank.hidden:
+            widths.append(chain)
+        else:
+            raise Unproved(f"its loop depends on self.{'.'.join(chain)}")
+
+    def settings(self: Any, count: int, width: int) -> bool:
+        for chain in counts:
+            if _value(self, chain) != count:
+                return False
+        for chain in widths:
+            if _value(self, chain) != width:
+                return False
+        return all(_value(self, chain) == value for chain, value in constants)
+
+    return settings
+
+
+def _value(instance: Any, chain: tuple[str, ...]) -> Any:
+    for name in chain:
+        instance = getattr(instance, name)
+    return instance
+
+
+def _turned_away(*arguments: Any, **named: Any) -> Tensor:
+    raise RuntimeError("the guard of the replacement turns its own probe away")

@@ -1,0 +1,232 @@
+"""The statements of a function, and functions compiled from some of them, in the function's own globals."""
+
+from __future__ import annotations
+
+import ast
+import dis
+import inspect
+import linecache
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import CellType, CodeType, FunctionType
+from typing import Any
+
+from npu_autopatch.kernels.swiglu.trace import Unproved
+
+_OUTSIDE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+RETURNED = "_npu_autopatch_returned"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A function and its statements, none of which returns more than a name where it is the last."""
+
+    function: FunctionType
+    definition: ast.FunctionDef
+    body: tuple[ast.stmt, ...]
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """All of them, ``self`` first."""
+        args = self.definition.args
+        named = [*args.posonlyargs, *args.args, *args.kwonlyargs, *filter(None, (args.vararg, args.kwarg))]
+        return tuple(arg.arg for arg in named)
+
+    @property
+    def me(self) -> str:
+        """What the function calls its instance."""
+        return self.parameters[0]
+
+    def compiled(
+        self, body: Iterable[ast.stmt], given: dict[str, Any], parameters: Sequence[str] | None = None
+    ) -> FunctionType:
+        """A function of the same name, place and globals with that `body`; the names `given` are its free variables.
+
+        Its signature is the original's, or has just those `parameters`.
+        """
+        definition = self.definition
+        args = definition.args if parameters is None else _arguments(parameters)
+        new = ast.FunctionDef(definition.name, _undefaulted(args), list(body), [])
+        code = _code(new, self.function.__code__, tuple(given), _owner(self.function))
+        cells = tuple(CellType(given[name]) for name in code.co_freevars)
+        function = FunctionType(code, self.function.__globals__, self.function.__name__, None, cells)
+        if parameters is None:
+            function.__defaults__ = self.function.__defaults__
+            function.__kwdefaults__ = self.function.__kwdefaults__
+        return function
+
+
+def read(function: Any) -> Source:
+    """The source of `function`. Raises `Unproved` where it has none, or it is not what is run."""
+    if not isinstance(function, FunctionType):
+        raise Unproved(f"it is a {type(function).__name__}, not a plain function")
+    code = function.__code__
+    if code.co_freevars or code.co_flags & _OUTSIDE:
+        raise Unproved("it is wrapped by another function" if hasattr(function, "__wrapped__") else "it is a closure")
+    linecache.checkcache(code.co_filename)
+    lines = linecache.getlines(code.co_filename, function.__globals__)[code.co_firstlineno - 1 :]
+    try:
+        module, first = _parsed("".join(inspect.getblock(lines))), code.co_firstlineno
+        definition = next(node for node in ast.walk(module) if isinstance(node, ast.FunctionDef))
+        ast.increment_lineno(definition, first - 1 - _shift(module))
+        plain = ast.FunctionDef(definition.name, _undefaulted(definition.args), definition.body, [])
+        same = _alike(_code(plain, code, (), _owner(function)), code)
+    except (SyntaxError, StopIteration, IndexError, ValueError):
+        same = False
+    if not same:
+        raise Unproved("its source cannot be read, or is not what is run")
+    return Source(function, definition, tuple(_body(definition)))
+
+
+def _parsed(text: str) -> ast.Module:
+    """With the columns of the file, which those who read a traceback are shown."""
+    return ast.parse(f"class _:\n{text}" if text[:1].isspace() else text)
+
+
+def _shift(module: ast.Module) -> int:
+    return 1 if isinstance(module.body[0], ast.ClassDef) else 0
+
+
+def _body(definition: ast.FunctionDef) -> list[ast.stmt]:
+    """What is returned at the end gets a name first, so that it can be looked at."""
+    *others, last = definition.body
+    if not isinstance(last, ast.Return) or last.value is None or isinstance(last.value, ast.Name):
+        return definition.body
+    named = ast.copy_location(ast.Assign([ast.Name(RETURNED, ast.Store())], last.value), last)
+    returned = ast.copy_location(ast.Return(ast.Name(RETURNED, ast.Load())), last)
+    return [*others, *map(ast.fix_missing_locations, (named, returned))]
+
+
+def _owner(function: FunctionType) -> str:
+    """The class that private names of the function are told apart by."""
+    return function.__qualname__.rpartition(".")[0].rpartition(".")[2].strip("<>") or "_"
+
+
+def _arguments(names: Sequence[str]) -> ast.arguments:
+    return ast.arguments([], [ast.arg(name) for name in names], None, [], [], None, [])
+
+
+def _undefaulted(args: ast.arguments) -> ast.arguments:
+    """The parameters without annotations, and a stand-in for each default: the function object has the values."""
+    fields = {name: getattr(args, name) for name in ("posonlyargs", "args", "vararg", "kwonlyargs", "kwarg")}
+    bare: dict[str, Any] = {
+        name: [ast.arg(arg.arg) for arg in value] if isinstance(value, list) else value and ast.arg(value.arg)
+        for name, value in fields.items()
+    }
+    return ast.arguments(**bare, kw_defaults=[None] * len(args.kwonlyargs), defaults=[])
+
+
+def _code(definition: ast.FunctionDef, original: CodeType, free: tuple[str, ...], owner: str) -> CodeType:
+    """The code of `definition`, compiled as a method of `owner`, within a function that has the names `free`."""
+    maker = ast.FunctionDef("_", _arguments(free), [definition], [])
+    around = ast.ClassDef(owner, [], [], [maker], [])
+    for node in (definition, maker, around):
+        node.lineno = node.end_lineno = original.co_firstlineno
+        node.col_offset = node.end_col_offset = 0
+        vars(node).setdefault("type_params", [])  # of Python 3.12
+    module = ast.fix_missing_locations(ast.Module([around], []))
+    compiled: CodeType = compile(module, original.co_filename, "exec", original.co_flags & _FUTURES, dont_inherit=True)
+    for name in (owner, "_", definition.name):
+        compiled = next(const for const in compiled.co_consts if isinstance(const, CodeType) and const.co_name == name)
+    return compiled
+
+
+_FUTURES = 0x1FF0000  # the flags of __future__ imports, the highest bits of a code object's
+
+
+def _alike(one: CodeType, other: CodeType) -> bool:
+    """Whether two code objects compute the same."""
+    return (
+        one.co_varnames == other.co_varnames
+        and one.co_argcount == other.co_argcount
+        and one.co_kwonlyargcount == other.co_kwonlyargcount
+        and _instructions(one) == _instructions(other)
+    )
+
+
+# A method of an imported name is called another way, which only whoever compiles the whole module can know.
+_CALLING = {"CACHE", "EXTENDED_ARG", "PRECALL", "PUSH_NULL"}
+_JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
+
+
+def _instructions(code: CodeType) -> list[tuple[str, Any]]:
+    steps = [step for step in dis.get_instructions(code) if step.opname not in _CALLING]
+    places = {step.offset: place for place, step in enumerate(steps)}
+    found: list[tuple[str, Any]] = []
+    for step in steps:
+        value = step.argval
+        if isinstance(value, CodeType):
+            value = _instructions(value)
+        elif step.opcode in _JUMPS:
+            value = next((places[at] for at in range(value, value + 12, 2) if at in places), None)
+        name = "LOAD_ATTR" if step.opname == "LOAD_METHOD" else step.opname
+        name = "CALL" if name.startswith("CALL") else name
+        found.append((name, (type(value), value) if step.opname != "COPY" else step.arg))
+    return found
+
+
+def reads(*nodes: ast.AST) -> set[str]:
+    """The names that are read or deleted, or added to in place."""
+    found = set()
+    for node in _walk(nodes):
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+            found.add(node.target.id)
+    return found
+
+
+def changes(*nodes: ast.AST) -> set[str]:
+    """The names that are assigned, and those of what may be written to: by a method, an item or an attribute."""
+    found = set()
+    for node in _walk(nodes):
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            found.add(node.id)
+        elif isinstance(node, (ast.Subscript, ast.Attribute)) and not isinstance(node.ctx, ast.Load):
+            found.add(root(node))
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            found.add(root(node.value.func))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and writes(node.func.attr):
+            found.add(root(node.func))
+        elif isinstance(node, ast.keyword) and node.arg == "out":
+            found |= reads(node.value)
+    return found - {""}
+
+
+def writes(method: str) -> bool:
+    """Whether a method of that name writes to its tensor."""
+    return method.endswith("_") and not method.endswith("__")
+
+
+def root(node: ast.AST) -> str:
+    """The name at the beginning of a chain of attributes, items and calls; empty if there is none."""
+    while isinstance(node, (ast.Attribute, ast.Subscript, ast.Call, ast.Starred)):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def chains(me: str, *nodes: ast.AST) -> dict[tuple[str, ...], bool]:
+    """What is read of the instance: each whole chain of attributes, and whether it is called or assigned to."""
+    found: dict[tuple[str, ...], bool] = {}
+    inner: set[int] = set()
+    called: set[int] = set()
+    for node in _walk(nodes):  # from the outside in
+        if isinstance(node, ast.Call):
+            called.add(id(node.func))
+        if isinstance(node, ast.Attribute) and id(node) not in inner:
+            names, at = [node.attr], node.value
+            while isinstance(at, ast.Attribute):
+                inner.add(id(at))
+                names, at = [at.attr, *names], at.value
+            if isinstance(at, ast.Name) and at.id == me:
+                inner.add(id(at))
+                used = id(node) in called or not isinstance(node.ctx, ast.Load)
+                found[tuple(names)] = found.get(tuple(names), False) or used
+        elif isinstance(node, ast.Name) and node.id == me and id(node) not in inner:
+            found[()] = True
+    return found
+
+
+def _walk(nodes: Iterable[ast.AST]) -> Iterable[ast.AST]:
+    for node in nodes:
+        yield from ast.walk(node)
