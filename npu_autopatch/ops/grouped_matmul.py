@@ -180,25 +180,23 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         counts, x, tail, *weights = ctx.saved_tensors
         needed = ctx.needs_input_grad
-        of_weights, of_biases = needed[5 : 5 + ctx.listed], needed[5 + ctx.listed :]
         dx: Tensor | None = None
         if needed[0]:
             dx = _rows_by_group(dy, _turned(weights) if ctx.transposed else weights, counts, (), tail)
         dweights: Sequence[Tensor | None] = [None] * ctx.listed
-        if any(of_weights):
+        if any(needed[5 : 5 + ctx.listed]):
             stacked = _products_by_group(x, dy, counts) if ctx.transposed else _products_by_group(dy, x, counts)
-            dweights = _wanted(stacked, of_weights)
+            dweights = _each(stacked, ctx.listed)
         dbiases: Sequence[Tensor | None] = [None] * ctx.biases
-        if any(of_biases):
+        if any(needed[5 + ctx.listed :]):
             sums = _products_by_group(dy, dy.new_ones(dy.size(0), 1), counts).squeeze(-1)
-            dbiases = _wanted(sums, of_biases)
+            dbiases = _each(sums, ctx.biases)
         return dx, None, None, None, None, *dweights, *dbiases
 
 
-def _wanted(stacked: Tensor, needed: Sequence[bool]) -> list[Tensor | None]:
-    """The gradients of parameters, a stack of them or a list, from all groups' one after the other."""
-    each = (stacked,) if len(needed) == 1 else stacked.unbind(0)
-    return [gradient if wanted else None for gradient, wanted in zip(each, needed, strict=True)]
+def _each(stacked: Tensor, parameters: int) -> Sequence[Tensor]:
+    """The gradients of `parameters`, one stack of them or a list, from a stack; autograd drops what nobody needs."""
+    return (stacked,) if parameters == 1 else stacked.unbind(0)
 
 
 def _rows_by_group(

@@ -157,6 +157,9 @@ def test_an_inner_axis_is_the_one_along_which_memory_runs():
     """So a transposed weight may be wider, and rows may be as many as they like where they are summed over."""
     wide = torch.zeros(1, 65536, 1).transpose(1, 2)
     assert gmm([torch.ones(2, 1)], [wide], **{**ROWS, "group_list": FEW})[0].shape == (2, 65536)
+    every_other = torch.zeros(4, 65536, 1)[::2].transpose(1, 2)
+    with pytest.raises(ContractError, match="inner axis is 65536"):  # it is copied, and then not transposed
+        gmm([torch.ones(2, 1)], [every_other], **{**ROWS, "group_list": torch.tensor([1, 1])})
     many = torch.ones(65536, 2)
     (y,) = gmm([many.t()], [many], **{**SUMS, "group_list": FEW * 65536})
     assert torch.equal(y, torch.full((1, 2, 2), 65536.0))
