@@ -229,7 +229,7 @@ def _products_by_group(left: Tensor, right: Tensor, counts: Tensor) -> Tensor:
 
 def _turned(weights: Sequence[Tensor]) -> list[Tensor]:
     """Views that the op reads as they lie in memory."""
-    return [weight.transpose(-2, -1) for weight in weights]
+    return [weight.mT for weight in weights]
 
 
 def _dense(rows: Tensor) -> Tensor:
