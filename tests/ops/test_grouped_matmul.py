@@ -276,6 +276,12 @@ def test_one_graph_may_be_differentiated_twice():
         assert torch.equal(a, b)
 
 
+def test_a_first_derivative_comes_without_the_warning_of_an_op_that_has_none(recwarn):
+    layer = Layer(biased=True)
+    gradients_of(layer, layer())
+    assert not recwarn.list
+
+
 def test_a_second_derivative_is_refused_and_never_silently_wrong():
     layer = Layer()
     (dx,) = torch.autograd.grad(layer().square().sum(), layer.x, create_graph=True)

@@ -252,8 +252,10 @@ def test_the_reference_is_the_ops_with_their_gradients(dtype, kind):
         assert (a.dtype, torch.equal(a, b)) == (b.dtype, True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_whole_layer_compiles_whole_with_its_gradients(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "backend"), [(torch.float32, "aot_eager"), (torch.bfloat16, "aot_eager"), (torch.bfloat16, "inductor")]
+)
+def test_a_whole_layer_compiles_whole_with_its_gradients(dtype, backend):
     ids, trained = operands("elsewhere", dtype)
     ops = grouped_matmul.op()
 
@@ -262,9 +264,9 @@ def test_a_whole_layer_compiles_whole_with_its_gradients(dtype):
 
     y = run(ids, *trained)
     want = (y, *torch.autograd.grad(y.sin().sum(), trained))
-    y = torch.compile(run, fullgraph=True, backend="aot_eager")(ids, *trained)
+    y = torch.compile(run, fullgraph=True, backend=backend)(ids, *trained)
     for a, b in zip((y, *torch.autograd.grad(y.sin().sum(), trained)), want, strict=True):
-        assert torch.equal(a, b)
+        assert (a - b).norm() <= 2 * torch.finfo(dtype).eps * b.norm()
 
 
 X, IDS, P = torch.ones(4, 6), torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, 2)

@@ -24,6 +24,14 @@ def test_an_expanded_operand_is_read_once():
     assert counts.moved == {"add": 4 * (4 * 6 + 6 + 4 * 6)}
 
 
+def test_operands_in_a_list_are_each_read_once_and_a_transposed_view_is_no_copy():
+    a, b = torch.randn(4, 6, device="npu"), torch.randn(6, 2, device="npu")
+    with counted() as counts:
+        torch.cat([a.t(), b], 1)
+    assert counts.launches == {"cat": 1}
+    assert counts.moved == {"cat": 4 * 2 * (4 * 6 + 6 * 2)}
+
+
 def test_a_mutation_is_a_launch():
     a = torch.randn(4, 6, device="npu")
     with counted() as counts:
