@@ -25,48 +25,87 @@ from npu_autopatch.kernels.moe.loops import experts
 from npu_autopatch.kernels.moe.loops.cut import Cut, Loop, cut
 from npu_autopatch.kernels.moe.loops.exact import Bank
 from npu_autopatch.kernels.moe.loops.probe import Inputs, loops, observed, possible, recognised
-from npu_autopatch.kernels.moe.loops.proof import Proof
-from npu_autopatch.kernels.moe.loops.replacement import region, replacement
+from npu_autopatch.kernels.moe.loops.proof import OtherDtype, Proof
+from npu_autopatch.kernels.moe.loops.replacement import replacement
 from npu_autopatch.kernels.moe.loops.source import Source, read
 from npu_autopatch.kernels.swiglu.probe import recognise
 from npu_autopatch.kernels.swiglu.trace import Unproved
 from npu_autopatch.kernels.swiglu.variant import Variant
 from npu_autopatch.ops import grouped_matmul
 
-# One of these is how rows of some tokens are taken out; the loops of a stack of layers have none.
+# One of these is how rows of some tokens are taken out.
 _SELECTING = {"where", "index_add_", "nonzero", "argsort", "one_hot", "bincount", "masked_select", "index_select"}
+_TIMES = {5, 18}  # arguments of BINARY_OP; before Python 3.11 there were instructions for them
 
 
 def find(module: ModuleType) -> Iterator[Site]:
-    """The methods of `module` that loop and take rows out within, of classes that build a list of modules."""
+    """The methods of `module` that loop and take rows out, of classes that build a list of what may be gated MLPs."""
     for cls in probing.classes(module):
-        own = vars(cls)
-        init = own.get("__init__")
-        if not isinstance(init, FunctionType) or "ModuleList" not in init.__code__.co_names:
+        init = _constructor(cls)
+        if init is None:
             continue
-        for name, function in own.items():
-            if isinstance(function, FunctionType) and name != "__init__" and _selects(function.__code__):
-                yield MoESite(
-                    module.__name__, site_name(module.__name__, cls.__name__), cls, name, sys.modules[__name__]
-                )
+        for name, method in vars(cls).items():
+            if isinstance(method, FunctionType) and name != "__init__" and _may_be_one(init, method.__code__):
+                where = site_name(module.__name__, cls.__name__)
+                yield MoESite(module.__name__, where, cls, name, sys.modules[__name__])
 
 
-def _selects(code: CodeType) -> bool:
-    if not _SELECTING & set(code.co_names):
+def _constructor(cls: type[nn.Module]) -> FunctionType | None:
+    """The constructor, its own or inherited, that builds a collection of modules."""
+    for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
+        init = vars(base).get("__init__")
+        if isinstance(init, FunctionType) and not {"ModuleList", "ModuleDict"}.isdisjoint(init.__code__.co_names):
+            return init
+    return None
+
+
+def _may_be_one(init: FunctionType, code: CodeType) -> bool:
+    """Whether a method loops over experts; that they are called so earns a refusal its row."""
+    called_so = "experts" in code.co_names
+    if not (called_so or _SELECTING & set(code.co_names)):
         return False
-    return any(dis.opname[op] == "FOR_ITER" for op in code.co_code[::2])
+    if not any(dis.opname[op] == "FOR_ITER" for op in code.co_code[::2]):
+        return False
+    return called_so or _names_gated(init)
+
+
+def _names_gated(init: FunctionType) -> bool:
+    """Whether a constructor names a class that multiplies, as a gated MLP does."""
+    codes = [init.__code__, *(const for const in init.__code__.co_consts if isinstance(const, CodeType))]
+    return any(_multiplies(init.__globals__.get(name)) for code in codes for name in code.co_names)
+
+
+def _multiplies(value: Any) -> bool:
+    if not isinstance(value, type) or not issubclass(value, nn.Module):
+        return False
+    forward = _unpatched(value.forward)
+    if not isinstance(forward, FunctionType) or forward.__code__.co_argcount != 2:
+        return False
+    steps = forward.__code__.co_code
+    names = ((dis.opname[steps[place]], steps[place + 1]) for place in range(0, len(steps), 2))
+    return any("MULTIPLY" in name or (name == "BINARY_OP" and argument in _TIMES) for name, argument in names)
+
+
+def _unpatched(forward: Any) -> Any:
+    """The forward of a class as it was before the kernel swiglu replaced it."""
+    return forward.__wrapped__ if hasattr(forward, "__npu_autopatch__") else forward
 
 
 def prove(site: Site, devices: tuple[str, ...]) -> Match | Refusal:
     """The function with one fused call in place of its loop, where its experts are plain gated MLPs."""
     cls, original = site.owner, vars(site.owner).get(site.attribute)
+    init = _constructor(cls)
+    if init is None or "ModuleList" not in init.__code__.co_names:
+        return Refusal("its experts are in a dictionary, not in a list")
     try:
         source = read(original)
         instance = tiny.build(cls)
         block = _Block(source, instance)
         return block.proved(selector_of(cls), devices)
-    except (Unproved, probing.BuildError) as refused:
-        return Refusal(str(refused))
+    except probing.BuildError as error:
+        return Refusal(str(error) if _names_gated(init) else f"its constructor names no gated MLP, and {error}")
+    except Unproved as unproved:
+        return Refusal(str(unproved))
 
 
 class _Block:
@@ -84,8 +123,7 @@ class _Block:
         if len(kinds) != 1:
             raise Unproved(f"its experts are of {len(kinds)} kinds: {', '.join(kind.__name__ for kind in kinds)}")
         self.cls: type[nn.Module] = next(iter(kinds))
-        forward: Any = self.cls.forward
-        self.forward = forward.__wrapped__ if hasattr(forward, "__npu_autopatch__") else forward
+        self.forward = _unpatched(self.cls.forward)
         self.variant = self._variant()
         self.bank = Bank.of(self.experts, self.variant)
         self.loop, self.inputs = self._loop()
@@ -112,7 +150,7 @@ class _Block:
                     seen = observed(self.source, self.instance, inputs.values(self.bank.hidden, self.bank.experts))
                 return recognised(self.source, self.place, self.attribute, seen, self.bank), inputs
             except Unproved as unproved:
-                failed = unproved
+                failed = failed or unproved
             except Exception as error:
                 words = str(error).partition("\n")[0]
                 failed = failed or Unproved(f"it fails on a probe: {type(error).__name__}: {words}")
@@ -122,18 +160,23 @@ class _Block:
         """Raises `Unproved`."""
         loop, variant, reference = self.loop, self.variant, grouped_matmul.REFERENCE
         settings = _settings(self.cut, self.instance, self.bank)
-        proof = Proof(self.instance, loop, variant, region(loop))
         gather = experts.gathered(variant, self.cls, self.forward, unselected)
-        fused = experts.fused(variant, reference)
-        proof.sums(gather, fused)
-        function = self.source.function
         collect = experts.collector(loop.attribute, settings, gather, reference, ("cpu",))
-        replaced = replacement(loop, self.cut, self.inputs, collect, fused, _turned_away)
-        proof.whole(function, replaced, self.inputs, self.bank.hidden)
+        function = self.source.function
+        for wide in (False, True):
+            fused = experts.fused(variant, reference, wide)
+            replaced = replacement(loop, self.cut, self.inputs, collect, fused, _turned_away)
+            try:
+                Proof(self.instance, loop, variant, gather, fused).prove(function, replaced, self.inputs)
+                break
+            except OtherDtype:
+                if wide:
+                    raise
+            self.instance.float()
         available = grouped_matmul.op()
         gather = experts.gathered(variant, self.cls, self.forward, select)
         collect = experts.collector(loop.attribute, settings, gather, available, devices)
-        fused = experts.fused(variant, available)
+        fused = experts.fused(variant, available, wide)
         return Match(f"listed: {variant}", replacement(loop, self.cut, self.inputs, collect, fused, function))
 
 

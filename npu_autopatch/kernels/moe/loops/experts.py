@@ -17,12 +17,12 @@ from npu_autopatch.ops.grouped_matmul import MOST_LISTED, Ops
 from npu_autopatch.ops.legality import FLOATS, PLAIN, transformed
 
 Parts = tuple[Any, ...]
+Gather = Callable[[Iterable[nn.Module], Tensor], Parts | None]
+Fused = Callable[[Parts, Tensor, Tensor, Tensor], Tensor]
 _MOST_ROWS = 1 << 23  # of all tokens times all experts: what may be permuted for certain
 
 
-def gathered(
-    variant: Variant, cls: type[nn.Module], forward: Any, select: Select
-) -> Callable[[Iterable[nn.Module], Tensor], Parts | None]:
+def gathered(variant: Variant, cls: type[nn.Module], forward: Any, select: Select) -> Gather:
     """A function that gathers what the experts hold for rows like `x`; None if any is not what was proved.
 
     Each must be of the class `cls`, which computes by `forward`, watched by nobody, with plain linear layers of the
@@ -129,7 +129,7 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def collector(
-    attribute: str, settings: Callable[[Any, int, int], bool], gather: Any, ops: Ops, devices: tuple[str, ...]
+    attribute: str, settings: Callable[[Any, int, int], bool], gather: Gather, ops: Ops, devices: tuple[str, ...]
 ) -> Callable[..., Parts | None]:
     """The guard: what the experts in `attribute` hold, if this call with the hidden states `x` may be fused."""
     traces = ops.traces
@@ -160,8 +160,11 @@ def collector(
     return collect
 
 
-def fused(variant: Variant, ops: Ops) -> Callable[[Parts, Tensor, Tensor, Tensor], Tensor]:
-    """``sum_j weights[i, j] * expert[ids[i, j]](hidden[i])``, of what was gathered of the experts."""
+def fused(variant: Variant, ops: Ops, wide: bool) -> Fused:
+    """``sum_j weights[i, j] * expert[ids[i, j]](hidden[i])``, of what was gathered of the experts.
+
+    In the dtype of the hidden states, or if `wide` in the one they have together with the weights.
+    """
     permute, unpermute, counts, _, linear, _ = ops
     separate, gate_first = variant.separate, variant.gate == 0
     upcast = variant.upcast
@@ -190,7 +193,8 @@ def fused(variant: Variant, ops: Ops) -> Callable[[Parts, Tensor, Tensor, Tensor
             gate, up = (left, right) if gate_first else (right, left)
             rows = (act(gate.float()) * up.float()).to(gate.dtype) if upcast else act(gate) * up
         rows = linear(rows, listed[-1], sizes, biases[-1])
-        return unpermute(rows, order, weights).view(hidden.shape)
+        together = unpermute(rows, order, weights).view(hidden.shape)
+        return together.to(torch.promote_types(hidden.dtype, weights.dtype)) if wide else together
 
     return experts
 

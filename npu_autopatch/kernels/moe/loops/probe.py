@@ -150,7 +150,7 @@ def recognised(source: Source, place: int, attribute: str, seen: list[dict[str, 
         for triple in itertools.product(*(sorted(names, key=near) for names in (hidden, ids, weights))):
             if triple not in sums:
                 exact = _sum(bank, *(before[name] for name in triple))
-                if exact is None:
+                if exact is None or not exact.any():  # nothing adds up to nothing, whatever the names are
                     continue
                 sums[triple] = exact
             exact = sums[triple]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -13,13 +12,19 @@ from torch import Tensor, nn
 from npu_autopatch.kernels import probing
 from npu_autopatch.kernels.moe.loops.cut import Loop
 from npu_autopatch.kernels.moe.loops.exact import Bank, combined
-from npu_autopatch.kernels.moe.loops.probe import Inputs, chosen
+from npu_autopatch.kernels.moe.loops.experts import Fused, Gather
+from npu_autopatch.kernels.moe.loops.probe import Inputs, chosen, observed
+from npu_autopatch.kernels.moe.loops.replacement import region
 from npu_autopatch.kernels.swiglu.trace import Unproved
 from npu_autopatch.kernels.swiglu.variant import Variant
 
 _MOST = 64  # ulps at the size of its row: what products of some dozens of terms lose where a half type is summed
 # What two runs of the same statements may differ by, of the largest value, where one sum in them is rounded otherwise.
 _CLOSE = {torch.float32: 1e-4, torch.bfloat16: 0.06}
+
+
+class OtherDtype(Unproved):
+    """The function returns another dtype, unless the sum has the one of the weights."""
 
 
 @dataclass(frozen=True)
@@ -36,48 +41,74 @@ class Case:
 class Proof:
     """An instance in fp32, its loop, and what is to run in the loop's place."""
 
-    def __init__(self, instance: nn.Module, loop: Loop, variant: Variant, region: FunctionType) -> None:
-        self.instance, self.loop, self.variant, self.region = instance, loop, variant, region
-        self.experts = list(getattr(instance, loop.attribute))
+    def __init__(self, instance: nn.Module, loop: Loop, variant: Variant, gather: Gather, fused: Fused) -> None:
+        self.instance, self.loop, self.variant, self.gather, self.fused = instance, loop, variant, gather, fused
+        self.region = region(loop)
+        self.experts: list[nn.Module] = list(getattr(instance, loop.attribute))
 
-    def sums(self, gather: Callable[..., Any], fused: Callable[..., Tensor]) -> None:
-        """The loop is the sum, in each dtype that weights may have, and the fused sum is no less exact."""
-        float_, bfloat = torch.float32, torch.bfloat16
-        halves = (bfloat,) if self.loop.region else (bfloat, float_)
-        cases = [Case(float_, float_, 60.0, True, False), Case(float_, float_, 1.0, False, True)]
-        cases += [Case(bfloat, weights, 1.0, False, True) for weights in halves]
-        cases += [Case(bfloat, weights, 60.0, True, False) for weights in halves]
-        for case in cases:
-            self.instance.to(case.hidden)
-            self._sum(case, gather, fused)
-        self.instance.float()
+    def prove(self, function: Any, replaced: Any, inputs: Inputs) -> None:
+        """The loop is the sum and the fused sum no less exact, in each dtype weights may have; nothing else changes.
 
-    def _sum(self, case: Case, gather: Callable[..., Any], fused: Callable[..., Tensor]) -> None:
-        names, roles = dict(self.loop.seen[self.loop.region]), self.loop.roles
+        Raises `Unproved`. The instance is in bf16 afterwards.
+        """
+        whole, half = torch.float32, torch.bfloat16
         bank = Bank.of(self.experts, self.variant)
-        hidden, weights = names[roles.hidden] * case.scale, names[roles.weights]
-        ids = names[roles.ids]
-        ids = (
-            ids[:1].expand_as(ids).contiguous() if case.crowded else chosen(ids.size(0), bank.experts)[:, : ids.size(1)]
-        )
-        x, w = (t.to(of).detach() for t, of in ((hidden, case.hidden), (weights, case.weights)))
-        leaves = [t.clone().requires_grad_(case.gradients) for t in (x, w)]
-        exact_leaves = [t.double().requires_grad_(case.gradients) for t in (x, w)]
-        parameters = [p for e in self.experts for p in e.parameters()]
+        self._whole(whole, True, function, replaced, inputs, bank)
+        self._sum(Case(whole, whole, 60.0, True, False), bank)
+        self._sum(Case(whole, whole, 1.0, False, True), bank)
+        self.instance.to(half)
+        bank = Bank.of(self.experts, self.variant)
+        self._sum(Case(half, half, 60.0, True, False), bank)
+        if self.loop.region == 0:  # its caller decides
+            self._sum(Case(half, half, 1.0, False, False), bank)
+            self._sum(Case(half, whole, 60.0, True, False), bank)
+        self._sum(Case(half, self._weights_of(half, function, inputs, bank), 1.0, False, True), bank)
+        self._whole(half, False, function, replaced, inputs, bank)
+
+    def _weights_of(self, dtype: torch.dtype, function: Any, inputs: Inputs, bank: Bank) -> torch.dtype:
+        """The dtype of routing weights where hidden states have `dtype`. Routers stay in fp32 that insist on it."""
+        if self.loop.region == 0:
+            return torch.float32
+        for again in (False, True):
+            given = _in(dtype, inputs.values(bank.hidden, bank.experts))
+            try:
+                with torch.no_grad():
+                    seen = observed(self.loop.source, self.instance, given)
+                found: Tensor = seen[self.loop.start][self.loop.roles.weights]
+                return found.dtype
+            except RuntimeError as error:
+                if again:
+                    words = str(error).partition("\n")[0]
+                    raise Unproved(f"it fails on a probe in {dtype}: {words}".replace("torch.", "")) from error
+            for child in self.instance.children():
+                if not isinstance(child, (nn.ModuleList, type(self.experts[0]))):
+                    child.float()
+        raise AssertionError
+
+    def _sum(self, case: Case, bank: Bank) -> None:
+        names, roles = dict(self.loop.seen[self.loop.region]), self.loop.roles
+        hidden, weights, ids = (names[name] for name in (roles.hidden, roles.weights, roles.ids))
+        most = ids.size(1)
+        ids = ids[:1].expand_as(ids).contiguous() if case.crowded else chosen(ids.size(0), bank.experts)[:, :most]
+        given = (hidden * case.scale).to(case.hidden), weights.to(case.weights)
+        leaves = [t.clone().requires_grad_(case.gradients) for t in given]
+        exact_leaves = [t.double().requires_grad_(case.gradients) for t in given]
         where = f"in {case.hidden} at scale {case.scale:g}".replace("torch.", "")
         names.update({roles.hidden: leaves[0], roles.weights: leaves[1], roles.ids: ids})
         with torch.set_grad_enabled(case.gradients):
             try:
                 theirs = self.region(**names)
             except Exception as error:
-                raise Unproved(f"its loop fails {where}: {type(error).__name__}: {error}".partition("\n")[0]) from error
-            parts = gather(self.experts, leaves[0])
+                words = str(error).partition("\n")[0]
+                raise Unproved(f"its loop fails {where}: {type(error).__name__}: {words}") from error
+            parts = self.gather(self.experts, leaves[0])
             if parts is None:
                 raise Unproved("its experts are not alike, or not of plain linear layers")
-            mine = fused(parts, leaves[0], ids, leaves[1]).to(theirs.dtype)
+            mine = self.fused(parts, leaves[0], ids, leaves[1]).to(theirs.dtype)
             exact = combined(bank.outputs(exact_leaves[0].flatten(0, -2)), ids, exact_leaves[1]).view(mine.shape)
-            _compare("sum over experts", mine, theirs, exact, case.hidden, where)
+        _compare("sum over experts", mine, theirs, exact, case.hidden, where)
         if case.gradients:
+            parameters = [p for e in self.experts for p in e.parameters()]
             self._gradients((mine, theirs, exact), leaves, exact_leaves, parameters, bank, case.hidden, where)
 
     def _gradients(
@@ -112,54 +143,40 @@ class Proof:
                 others = torch.stack([torch.zeros_like(one) if other is None else other for one, other in pairs])
                 _compare(f"gradient of {name}.{kind}", ours, others, stacked[id(stack)], dtype, where)
 
-    def whole(self, function: Any, replaced: Any, inputs: Inputs, width: int) -> None:
+    def _whole(
+        self, dtype: torch.dtype, training: bool, function: Any, replaced: Any, inputs: Inputs, bank: Bank
+    ) -> None:
         """All outputs and gradients, the state of the generator and the input after it, with and without the loop."""
-        count = len(self.experts)
-        for dtype, training in ((torch.float32, True), (torch.bfloat16, False), (torch.float32, False)):
-            self._becomes(dtype, function, inputs.values(width, count))
-            self.instance.train(training)
-            state = torch.get_rng_state()
-            runs = []
-            for forward in (function, replaced):
-                torch.set_rng_state(state)
-                given = inputs.values(width, count)
-                given = {n: t.to(dtype) if t.is_floating_point() else t for n, t in given.items()}
-                leaf = given[inputs.hidden].requires_grad_(training)
-                given[inputs.hidden] = leaf * 1 if training else leaf  # which the function may write to
-                with torch.set_grad_enabled(training):
-                    try:
-                        outputs = list(_tensors(forward(self.instance, **given)))
-                    except Exception as error:
-                        raise Unproved(f"it fails on a probe in {dtype}: {type(error).__name__}: {error}") from error
-                runs.append((outputs, given[inputs.hidden], leaf, torch.get_rng_state()))
-            (theirs, their_x, their_leaf, their_state), (mine, my_x, my_leaf, my_state) = runs
-            where = f"in {dtype}, {'training' if training else 'evaluation'}".replace("torch.", "")
-            if not torch.equal(their_state, my_state):
-                raise Unproved(f"its loop draws random numbers {where}")
-            if not torch.equal(their_x, my_x):
-                raise Unproved(f"its loop writes to the hidden states {where}")
-            if len(mine) != len(theirs):
-                raise Unproved(f"without its loop it returns something else {where}")
-            for one, other in zip(mine, theirs, strict=True):
-                _same(one, other, dtype, where)
-            if training:
-                parameters = [leaf for leaf in self.instance.parameters() if leaf.requires_grad]
-                self._whole_gradients((mine, my_leaf), (theirs, their_leaf), parameters, where)
-        self.instance.float()
-
-    def _becomes(self, dtype: torch.dtype, function: Any, given: dict[str, Tensor]) -> None:
-        """The instance in `dtype`, but for routers that stay in fp32 where the function asks for that."""
-        self.instance.to(dtype)
-        if dtype is torch.float32:
-            return
-        given = {n: t.to(dtype) if t.is_floating_point() else t for n, t in given.items()}
-        try:
-            with torch.no_grad():
-                function(self.instance, **given)
-        except RuntimeError:
-            for child in self.instance.children():
-                if not isinstance(child, (nn.ModuleList, type(self.experts[0]))):
-                    child.float()
+        self.instance.train(training)
+        state = torch.get_rng_state()
+        where = f"in {dtype}, {'training' if training else 'evaluation'}".replace("torch.", "")
+        runs = []
+        for forward in (function, replaced):
+            torch.set_rng_state(state)
+            given = _in(dtype, inputs.values(bank.hidden, bank.experts))
+            if inputs.routed:  # routers often give them in fp32
+                given[inputs.routed[1]] = given[inputs.routed[1]].float()
+            leaf = given[inputs.hidden].requires_grad_(training)
+            given[inputs.hidden] = x = leaf * 1 if training else leaf  # which the function may write to
+            with torch.set_grad_enabled(training):
+                try:
+                    outputs = list(_tensors(forward(self.instance, **given)))
+                except Exception as error:
+                    words = str(error).partition("\n")[0]
+                    raise Unproved(f"it fails on a probe {where}: {type(error).__name__}: {words}") from error
+            runs.append((outputs, x, leaf, torch.get_rng_state()))
+        (theirs, their_x, their_leaf, their_state), (mine, my_x, my_leaf, my_state) = runs
+        if not torch.equal(their_state, my_state):
+            raise Unproved(f"its loop draws random numbers {where}")
+        if not torch.equal(their_x, my_x):
+            raise Unproved(f"its loop writes to the hidden states {where}")
+        if len(mine) != len(theirs):
+            raise Unproved(f"without its loop it returns something else {where}")
+        for one, other in zip(mine, theirs, strict=True):
+            _same(one, other, dtype, where)
+        if training:
+            parameters = [parameter for parameter in self.instance.parameters() if parameter.requires_grad]
+            self._whole_gradients((mine, my_leaf), (theirs, their_leaf), parameters, where)
 
     def _whole_gradients(self, mine: Any, theirs: Any, parameters: list[nn.Parameter], where: str) -> None:
         found = []
@@ -172,6 +189,10 @@ class Proof:
                 raise Unproved(f"without its loop other parameters have gradients {where}")
             if one is not None and other is not None:
                 _same(one, other, torch.float32, where)
+
+
+def _in(dtype: torch.dtype, given: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.to(dtype) if x.is_floating_point() else x for name, x in given.items()}
 
 
 def _tensors(value: Any) -> Iterator[Any]:
@@ -190,7 +211,9 @@ def _tensors(value: Any) -> Iterator[Any]:
 
 def _same(one: Any, other: Any, dtype: torch.dtype, where: str) -> None:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        alike = one.dtype is other.dtype and one.shape == other.shape
+        if one.dtype is not other.dtype:
+            raise OtherDtype(f"without its loop it returns {one.dtype} {where}".replace("torch.", ""))
+        alike = one.shape == other.shape
         if alike and not torch.equal(one, other):
             difference, size = (one.double() - other.double()).abs().max(), other.double().abs().max()
             alike = bool(difference <= _CLOSE[dtype] * size)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ast
 import dis
+import functools
 import inspect
+import itertools
 import linecache
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType
@@ -66,9 +69,7 @@ def read(function: Any) -> Source:
     linecache.checkcache(code.co_filename)
     lines = linecache.getlines(code.co_filename, function.__globals__)[code.co_firstlineno - 1 :]
     try:
-        module, first = _parsed("".join(inspect.getblock(lines))), code.co_firstlineno
-        definition = next(node for node in ast.walk(module) if isinstance(node, ast.FunctionDef))
-        ast.increment_lineno(definition, first - 1 - _shift(module))
+        definition = _parsed("".join(inspect.getblock(lines)), code.co_firstlineno)
         plain = ast.FunctionDef(definition.name, _undefaulted(definition.args), definition.body, [])
         same = _alike(_code(plain, code, (), _owner(function)), code)
     except (SyntaxError, StopIteration, IndexError, ValueError):
@@ -78,13 +79,17 @@ def read(function: Any) -> Source:
     return Source(function, definition, tuple(_body(definition)))
 
 
-def _parsed(text: str) -> ast.Module:
-    """With the columns of the file, which those who read a traceback are shown."""
-    return ast.parse(f"class _:\n{text}" if text[:1].isspace() else text)
-
-
-def _shift(module: ast.Module) -> int:
-    return 1 if isinstance(module.body[0], ast.ClassDef) else 0
+def _parsed(text: str, line: int) -> ast.FunctionDef:
+    """The function that begins at `line` of its file, with the lines and columns that a traceback shows."""
+    if text[:1].isspace():
+        around = ast.parse("\n" * (line - 2) + "class _:\n" + text).body[0]
+        assert isinstance(around, ast.ClassDef)
+        (definition,) = around.body
+    else:
+        (definition,) = ast.parse("\n" * (line - 1) + text).body
+    if not isinstance(definition, ast.FunctionDef):
+        raise SyntaxError("no function")
+    return definition
 
 
 def _body(definition: ast.FunctionDef) -> list[ast.stmt]:
@@ -103,14 +108,18 @@ def _owner(function: FunctionType) -> str:
 
 
 def _arguments(names: Sequence[str]) -> ast.arguments:
-    return ast.arguments([], [ast.arg(name) for name in names], None, [], [], None, [])
+    return ast.arguments([], [_argument(name) for name in names], None, [], [], None, [])
+
+
+def _argument(name: str) -> ast.arg:
+    return ast.arg(name, lineno=1, col_offset=0)
 
 
 def _undefaulted(args: ast.arguments) -> ast.arguments:
-    """The parameters without annotations, and a stand-in for each default: the function object has the values."""
+    """The parameters without annotations and defaults: the function object has the values."""
     fields = {name: getattr(args, name) for name in ("posonlyargs", "args", "vararg", "kwonlyargs", "kwarg")}
     bare: dict[str, Any] = {
-        name: [ast.arg(arg.arg) for arg in value] if isinstance(value, list) else value and ast.arg(value.arg)
+        name: [_argument(arg.arg) for arg in value] if isinstance(value, list) else value and _argument(value.arg)
         for name, value in fields.items()
     }
     return ast.arguments(**bare, kw_defaults=[None] * len(args.kwonlyargs), defaults=[])
@@ -121,11 +130,10 @@ def _code(definition: ast.FunctionDef, original: CodeType, free: tuple[str, ...]
     maker = ast.FunctionDef("_", _arguments(free), [definition], [])
     around = ast.ClassDef(owner, [], [], [maker], [])
     for node in (definition, maker, around):
-        node.lineno = node.end_lineno = original.co_firstlineno
-        node.col_offset = node.end_col_offset = 0
+        node.lineno, node.col_offset = original.co_firstlineno, 0
         vars(node).setdefault("type_params", [])  # of Python 3.12
-    module = ast.fix_missing_locations(ast.Module([around], []))
-    compiled: CodeType = compile(module, original.co_filename, "exec", original.co_flags & _FUTURES, dont_inherit=True)
+    flags = original.co_flags & _FUTURES
+    compiled: CodeType = compile(ast.Module([around], []), original.co_filename, "exec", flags, dont_inherit=True)
     for name in (owner, "_", definition.name):
         compiled = next(const for const in compiled.co_consts if isinstance(const, CodeType) and const.co_name == name)
     return compiled
@@ -136,61 +144,71 @@ _FUTURES = 0x1FF0000  # the flags of __future__ imports, the highest bits of a c
 
 def _alike(one: CodeType, other: CodeType) -> bool:
     """Whether two code objects compute the same."""
-    return (
-        one.co_varnames == other.co_varnames
-        and one.co_argcount == other.co_argcount
-        and one.co_kwonlyargcount == other.co_kwonlyargcount
-        and _instructions(one) == _instructions(other)
+    named = ("co_names", "co_varnames", "co_freevars", "co_cellvars", "co_argcount", "co_kwonlyargcount")
+    if len(one.co_consts) != len(other.co_consts) or any(getattr(one, n) != getattr(other, n) for n in named):
+        return False
+    same = (
+        _alike(a, b) if isinstance(a, CodeType) and isinstance(b, CodeType) else type(a) is type(b) and a == b
+        for a, b in zip(one.co_consts, other.co_consts, strict=True)
     )
+    return all(same) and _instructions(one) == _instructions(other)
 
 
 # A method of an imported name is called another way, which only whoever compiles the whole module can know.
-_CALLING = {"CACHE", "EXTENDED_ARG", "PRECALL", "PUSH_NULL"}
+_SKIPPED = {dis.opmap[name] for name in ("CACHE", "PRECALL", "PUSH_NULL") if name in dis.opmap}
+_EXTENDED, _GLOBAL, _ATTRIBUTE = (dis.opmap[name] for name in ("EXTENDED_ARG", "LOAD_GLOBAL", "LOAD_ATTR"))
+_METHOD = {dis.opmap[name]: _ATTRIBUTE for name in ("LOAD_METHOD",) if name in dis.opmap}
+_CALL = {op: 0 for name, op in dis.opmap.items() if name in ("CALL_METHOD", "CALL_FUNCTION", "CALL")}
 _JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
+_SHIFTED = {op for op, since in ((_GLOBAL, (3, 11)), (_ATTRIBUTE, (3, 12))) if sys.version_info >= since}
 
 
-def _instructions(code: CodeType) -> list[tuple[str, Any]]:
-    steps = [step for step in dis.get_instructions(code) if step.opname not in _CALLING]
-    places = {step.offset: place for place, step in enumerate(steps)}
-    found: list[tuple[str, Any]] = []
-    for step in steps:
-        value = step.argval
-        if isinstance(value, CodeType):
-            value = _instructions(value)
-        elif step.opcode in _JUMPS:
-            value = next((places[at] for at in range(value, value + 12, 2) if at in places), None)
-        name = "LOAD_ATTR" if step.opname == "LOAD_METHOD" else step.opname
-        name = "CALL" if name.startswith("CALL") else name
-        found.append((name, (type(value), value) if step.opname != "COPY" else step.arg))
+def _instructions(code: CodeType) -> list[tuple[int, int]]:
+    steps, found, high = code.co_code, [], 0
+    for place in range(0, len(steps), 2):
+        op, argument = steps[place], steps[place + 1] | high
+        high = argument << 8 if op == _EXTENDED else 0
+        if op == _EXTENDED or op in _SKIPPED:
+            continue
+        argument = 0 if op in _JUMPS else argument >> 1 if op in _SHIFTED else argument
+        found.append((_CALL.get(op, _METHOD.get(op, op)), argument))
     return found
 
 
 def reads(*nodes: ast.AST) -> set[str]:
     """The names that are read or deleted, or added to in place."""
-    found = set()
-    for node in _walk(nodes):
-        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Store):
-            found.add(node.id)
-        elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
-            found.add(node.target.id)
-    return found
+    return set().union(*(_touched(node)[0] for node in nodes))
 
 
 def changes(*nodes: ast.AST) -> set[str]:
     """The names that are assigned, and those of what may be written to: by a method, an item or an attribute."""
-    found = set()
-    for node in _walk(nodes):
-        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-            found.add(node.id)
-        elif isinstance(node, (ast.Subscript, ast.Attribute)) and not isinstance(node.ctx, ast.Load):
-            found.add(root(node))
-        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-            found.add(root(node.value.func))
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and writes(node.func.attr):
-            found.add(root(node.func))
+    return set().union(*(_touched(node)[1] for node in nodes))
+
+
+@functools.lru_cache(maxsize=64)  # of one function's statements, each is asked after many times
+def _touched(statement: ast.AST) -> tuple[frozenset[str], frozenset[str]]:
+    """The names that are read, and those that are changed."""
+    read: set[str] = set()
+    changed: set[str] = set()
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Name):
+            (changed if isinstance(node.ctx, ast.Store) else read).add(node.id)
+            if isinstance(node.ctx, ast.Del):
+                changed.add(node.id)
+        elif isinstance(node, (ast.Subscript, ast.Attribute)):
+            if not isinstance(node.ctx, ast.Load):
+                changed.add(root(node))
+        elif isinstance(node, ast.AugAssign):
+            read.add(root(node.target))
+        elif isinstance(node, ast.Expr):
+            if isinstance(node.value, ast.Call):
+                changed.add(root(node.value.func))
+        elif isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Attribute) and writes(node.func.attr):
+                changed.add(root(node.func))
         elif isinstance(node, ast.keyword) and node.arg == "out":
-            found |= reads(node.value)
-    return found - {""}
+            changed.add(root(node.value))
+    return frozenset(read - {""}), frozenset(changed - {""})
 
 
 def writes(method: str) -> bool:
@@ -210,7 +228,7 @@ def chains(me: str, *nodes: ast.AST) -> dict[tuple[str, ...], bool]:
     found: dict[tuple[str, ...], bool] = {}
     inner: set[int] = set()
     called: set[int] = set()
-    for node in _walk(nodes):  # from the outside in
+    for node in itertools.chain.from_iterable(map(ast.walk, nodes)):  # from the outside in
         if isinstance(node, ast.Call):
             called.add(id(node.func))
         if isinstance(node, ast.Attribute) and id(node) not in inner:
@@ -225,8 +243,3 @@ def chains(me: str, *nodes: ast.AST) -> dict[tuple[str, ...], bool]:
         elif isinstance(node, ast.Name) and node.id == me and id(node) not in inner:
             found[()] = True
     return found
-
-
-def _walk(nodes: Iterable[ast.AST]) -> Iterable[ast.AST]:
-    for node in nodes:
-        yield from ast.walk(node)
