@@ -16,6 +16,19 @@ import wrapt
 _PROXY = getattr(wrapt, "BaseObjectProxy", wrapt.ObjectProxy)
 
 
+def of(owner: Any, attribute: str) -> str:
+    """Who stands at a site that none of its own modules put there; empty if nobody."""
+    if isinstance(owner, ModuleType):
+        return function_of(owner, attribute)
+    return _entry(owner.get(attribute)) if isinstance(owner, dict) else patched_by(owner)
+
+
+def _entry(function: Any) -> str:
+    """Which package the function in a registry comes from; empty if transformers, or if there is none."""
+    home = "" if function is None else home_of(function)
+    return "" if home.startswith("transformers.") else home
+
+
 def patched_by(cls: type) -> str:
     """Who put a forward on `cls` that none of its own or its bases' modules defines; empty if nobody did."""
     forward: Any = next((vars(base)["forward"] for base in cls.__mro__ if "forward" in vars(base)), None)

@@ -14,9 +14,23 @@ from npu_autopatch import holders
 _ABSENT = object()
 
 
+def held_by(owner: Any) -> Any:
+    """The names and values of an owner: its namespace, or itself where it is a registry."""
+    return owner if isinstance(owner, dict) else vars(owner)
+
+
+def _put(owner: Any, attribute: str, value: Any) -> None:
+    if value is _ABSENT:
+        owner.pop(attribute) if isinstance(owner, dict) else delattr(owner, attribute)
+    elif isinstance(owner, dict):
+        owner[attribute] = value
+    else:
+        setattr(owner, attribute, value)
+
+
 @dataclass
 class Slot:
-    """One attribute of a class or module that holds a replacement.
+    """One attribute of a class or module, or entry of a registry, that holds a replacement.
 
     `original` is the raw old value as it stood in the owner's namespace, or a mark that the owner had none of
     its own (it inherited one). `site` and `kernel` name what it serves, empty for what is no site. `holders` are
@@ -48,13 +62,10 @@ class Slot:
 
     def restore(self) -> Any:
         """Put the old value back; the foreign value found instead of our replacement, or None."""
-        current = vars(self.owner).get(self.attribute, _ABSENT)
+        current = held_by(self.owner).get(self.attribute, _ABSENT)
         if current is not self.replacement:
             return None if current is self.original or current is _ABSENT else current
-        if self.original is _ABSENT:
-            delattr(self.owner, self.attribute)
-        else:
-            setattr(self.owner, self.attribute, self.original)
+        _put(self.owner, self.attribute, self.original)
         del current  # the count is of what others hold
         for place, index in self.captures:
             if place[index] is self.replacement:
@@ -88,7 +99,7 @@ class Ledger:
 
     def find(self, owner: Any, attribute: str) -> Slot | None:
         """The slot of `owner` whose replacement is in place now."""
-        current = vars(owner).get(attribute, _ABSENT)
+        current = held_by(owner).get(attribute, _ABSENT)
         for slot in self._slots:
             if slot.owner is owner and slot.attribute == attribute and slot.replacement is current:
                 return slot
@@ -108,10 +119,10 @@ class Ledger:
 
         What a module has imported from a patched one is recorded as the original that it stands for.
         """
-        current = vars(owner).get(attribute, _ABSENT)
+        current = held_by(owner).get(attribute, _ABSENT)
         original = next((slot.original for slot in self._slots if slot.replacement is current), current)
         slot = Slot(owner, attribute, original, replacement, site, {holder}, kernel, held)
-        setattr(owner, attribute, replacement)
+        _put(owner, attribute, replacement)
         self._slots.append(slot)
         self.changes += 1
         if held:

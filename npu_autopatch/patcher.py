@@ -84,12 +84,11 @@ def _decide(site: Site, kernel: Kernel, missing: str, settings: Settings, ledger
         return row(PATCHED, variant=slot.replacement.__npu_autopatch__), None if pattern else slot
     if pattern:
         return row(SKIPPED, f"by the pattern {pattern} of NPU_AUTOPATCH_SKIP or skip="), None
-    in_module = isinstance(site.owner, ModuleType)
-    if who := foreign.function_of(site.owner, site.attribute) if in_module else foreign.patched_by(site.owner):
+    if who := foreign.of(site.owner, site.attribute):
         return row(FOREIGN, f"already patched by {who}"), None
     if missing:
         return row(REFUSED, missing), None
-    held = holders.count(site.owner, site.attribute) if in_module else 0
+    held = holders.count(site.owner, site.attribute) if isinstance(site.owner, ModuleType) else 0
     outcome = kernel.prove(site, ("npu", "cpu") if settings.backend == "emulate" else ("npu",))
     if not isinstance(outcome, Match):
         return row(REFUSED, outcome.reason), None

@@ -12,6 +12,7 @@ REGISTRY = {
     "rms_norm": "npu_autopatch.kernels.rms_norm",
     "swiglu": "npu_autopatch.kernels.swiglu",
     "rope": "npu_autopatch.kernels.rope",
+    "moe": "npu_autopatch.kernels.moe",
 }
 
 

@@ -39,6 +39,10 @@ class Size(probing.Anything):
             self.names[name] = Size(_size(name, len(self.names)), self.given, self.names)
         return self.names[name]
 
+    def get(self, name: str, default: Any = None) -> Any:
+        """What a dictionary without any entry gives."""
+        return default
+
     def __eq__(self, other: object) -> bool:
         return other == _ACTIVATION if isinstance(other, str) else int(self) == other
 
