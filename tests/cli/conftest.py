@@ -34,6 +34,14 @@ library.define("npu_swiglu(Tensor self, int dim=-1) -> Tensor")
 library.impl("npu_swiglu", lambda *_: None, "AutogradPrivateUse1")
 library.define("npu_rotary_mul(Tensor self, Tensor r1, Tensor r2, str rotary_mode='half') -> Tensor")
 library.impl("npu_rotary_mul", lambda *_: None, "AutogradPrivateUse1")
+library.define(
+    "npu_grouped_matmul(Tensor[] x, Tensor[] weight, *, Tensor? group_list=None, int? split_item=0, "
+    "int? group_type=None, int? group_list_type=0) -> Tensor[]"
+)
+library.define("npu_moe_token_permute(Tensor tokens, Tensor indices) -> (Tensor, Tensor)")
+library.define("npu_moe_token_unpermute(Tensor tokens, Tensor sorted_indices, Tensor? probs=None) -> Tensor")
+for op in ("npu_moe_token_permute", "npu_moe_token_unpermute"):
+    library.impl(op, lambda *_: None, "AutogradPrivateUse1")
 npu_fusion_attention = None  # transformers imports it
 def _autoload():
     pass

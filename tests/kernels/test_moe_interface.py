@@ -169,6 +169,7 @@ def test_experts_that_live_elsewhere_contribute_nothing(family):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.skipif(not NEW_NAMES, reason="transformers 5.0 multiplies tensors of one dtype only")
 def test_weights_in_bf16_under_autocast_take_tokens_in_fp32_as_the_original_does():
     experts = instance(experts_class()).bfloat16()
     x, ids, weights = inputs(experts, 5, 2, 0, 1.0)

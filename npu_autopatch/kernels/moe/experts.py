@@ -88,7 +88,7 @@ def fused(contract: Contract, select: Select, ops: Ops, devices: tuple[str, ...]
     The function takes what an entry of the interface takes, the entry's own function for calls that are not fused,
     and whether that multiplies by bmm. x [n, H], ids and weights [n, k] -> [n, H] in the dtype of x.
     """
-    permute, unpermute, counts, grouped_linear, _, _ = ops
+    permute, unpermute, counts, grouped_linear, _, traces = ops
     first_name, first_bias = contract.first, f"{contract.first}_bias"
     transposed, biased, gated, normed = contract.transposed, contract.biased, contract.gated, contract.normed
     flagged, counted, default_gate = contract.flagged, contract.counted, contract.default_gate
@@ -104,7 +104,12 @@ def fused(contract: Contract, select: Select, ops: Ops, devices: tuple[str, ...]
         batched: bool = False,
     ) -> Tensor:
         first, second = getattr(self, first_name), self.down_proj
-        if type(hidden_states) not in PLAIN or hidden_states.device.type not in devices or transformed():
+        if (
+            type(hidden_states) not in PLAIN
+            or hidden_states.device.type not in devices
+            or transformed()
+            or (not traces and torch.is_grad_enabled() and torch.compiler.is_compiling())
+        ):
             return original(self, hidden_states, top_k_index, top_k_weights)
         x = hidden_states.to(first.dtype)  # under autocast it may be of another
         if (
