@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from types import ModuleType
 
 from npu_autopatch.kernels.base import Match, Refusal, Site
-from npu_autopatch.kernels.moe import grouped_linear, interface, stacked
+from npu_autopatch.kernels.moe import grouped_linear, interface, loops, stacked
 from npu_autopatch.kernels.moe.base import Form, MoESite
 from npu_autopatch.ops import grouped_matmul, token_permute
 
@@ -15,7 +15,7 @@ class MoEKernel:
     """Runs experts as grouped matrix products, tokens permuted before and un-permuted after them."""
 
     name = "moe"
-    forms: tuple[Form, ...] = (interface, stacked, grouped_linear)
+    forms: tuple[Form, ...] = (interface, stacked, grouped_linear, loops)
 
     def missing(self) -> str:
         return grouped_matmul.capability().missing or token_permute.capability().missing
