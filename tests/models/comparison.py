@@ -87,7 +87,7 @@ def worse(got: Outcome, original: Outcome, exact: Outcome) -> list[str]:
         if (mine.dtype, mine.shape) != (theirs.dtype, theirs.shape):
             found.append(f"{name}: {mine.dtype} {tuple(mine.shape)}, not {theirs.dtype} {tuple(theirs.shape)}")
     if dtype is not torch.float32:
-        pairs = [pairs[0], ("all gradients", *(_as_one(pairs[1:], which) for which in (1, 2, 3)))]
+        pairs = [pairs[0], ("all gradients", *(as_one(pairs[1:], which) for which in (1, 2, 3)))]
     return found + [words for name, *tensors in pairs if (words := further(name, *tensors, dtype))]
 
 
@@ -103,5 +103,5 @@ def error(got: Tensor, exact: Tensor) -> float:
     return (got.cpu().double() - exact).abs().mean().item()
 
 
-def _as_one(pairs: list[tuple[str, Tensor, Tensor, Tensor]], which: int) -> Tensor:
+def as_one(pairs: list[tuple[str, Tensor, Tensor, Tensor]], which: int) -> Tensor:
     return torch.cat([(pair[which].cpu().double() / pair[3].abs().max()).flatten() for pair in pairs if pair[3].any()])

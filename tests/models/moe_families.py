@@ -24,15 +24,10 @@ def _sections(*parts: int, **more: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Family:
-    """A model type, what is changed in its config, and the version of transformers that cannot run it."""
+    """A model type, and what is changed in its config."""
 
     model_type: str
     changes: dict[str, Any] = field(default_factory=dict)
-    broken_in: str = ""
-
-    @property
-    def exists(self) -> bool:
-        return self.model_type in CONFIG_MAPPING and self.broken_in != transformers.__version__
 
 
 _PLAIN = [
@@ -106,6 +101,7 @@ _CHANGED: dict[str, dict[str, Any]] = {
     },
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
     "diffusion_gemma_text": _GEMMA,
+    "doge": {"is_moe": True, "num_experts": 16, "num_experts_per_tok": small.TOP_K},
     "dots1": {
         "n_routed_experts": small.EXPERTS,
         "num_experts_per_tok": small.TOP_K,
@@ -134,22 +130,37 @@ _CHANGED: dict[str, dict[str, Any]] = {
     "step3p5": {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": small.WINDOW},
 }
 _GROUPED = {"topk_method": "group_limited_greedy", "n_group": small.GROUPS, "topk_group": small.TOP_GROUPS}
-_VARIANTS: dict[str, tuple[Any, ...]] = {
-    # there its router reads an attribute that it does not have
-    "deepseek_v2, groups": ("deepseek_v2", _GROUPED, "5.0.0"),
+_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v2, groups": ("deepseek_v2", _GROUPED),
     "mixtral, jitter": ("mixtral", {"router_jitter_noise": 0.1}),
     "qwen2_moe, renormalised": ("qwen2_moe", {"norm_topk_prob": True}),
     "qwen3_moe, renormalised": ("qwen3_moe", {"norm_topk_prob": True}),
     "qwen3_moe, one expert a token": ("qwen3_moe", {"num_experts_per_tok": 1}),
     "mixtral, every expert": ("mixtral", {"num_experts_per_tok": small.EXPERTS}),
     "mixtral, gelu": ("mixtral", {"hidden_act": "gelu"}),
+    # by default this one asks for its own loop, which stays as it is
+    "openai_privacy_filter, grouped": ("openai_privacy_filter", {"experts_implementation": "grouped_mm"}),
 }
 FAMILIES: dict[str, Family] = {
     **{name: Family(name) for name in _PLAIN},
     **{name: Family(name, changes) for name, changes in _CHANGED.items()},
     **{name: Family(*variant) for name, variant in _VARIANTS.items()},
 }
-PRESENT = [name for name, family in sorted(FAMILIES.items()) if family.exists]
+# what transformers itself cannot run, and why
+_BROKEN = {
+    ("dbrx", "5.0.0"): "its router takes rows as wide as its experts",
+    ("deepseek_v2, groups", "5.0.0"): "its router reads an attribute that it lacks",
+    ("doge", "4.57.6"): "its attention with dropout gives a tuple",
+}
+_NO_ROUTER_LOGITS = {
+    ("jetmoe", "4.57.6"): "the loss reads an attribute that the model lacks",
+    ("nllb-moe", "4.57.6"): "they are looked for where the output has none",
+}
+PRESENT = [
+    name
+    for name, family in sorted(FAMILIES.items())
+    if family.model_type in CONFIG_MAPPING and (name, transformers.__version__) not in _BROKEN
+]
 
 
 def tiny(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
@@ -157,12 +168,23 @@ def tiny(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     return small.small_model(FAMILIES[name].model_type, dtype, **{**FAMILIES[name].changes, **changes})
 
 
-def inputs(model: Any, rows: int = 2, tokens: int = 11) -> dict[str, Any]:
+def inputs(model: Any, rows: int = 2, tokens: int = 11, seed: int = 3) -> dict[str, Any]:
     """What a model takes, of `rows` rows."""
-    ids = torch.randint(4, 80, (rows, tokens), generator=torch.Generator().manual_seed(3))
+    ids = torch.randint(4, 80, (rows, tokens), generator=torch.Generator().manual_seed(seed))
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
     if isinstance(codec := getattr(model, "codec_embedding", None), torch.nn.Embedding):  # it reads what others embed
         batch |= {"inputs_embeds": codec(batch.pop("input_ids")).detach()}
     if model.config.is_encoder_decoder:
-        batch["decoder_input_ids"] = ids[:, :5]
+        batch["decoder_input_ids"] = ids[:, :5].contiguous()
+    return batch
+
+
+def with_labels(name: str, model: Any, batch: dict[str, Any]) -> dict[str, Any]:
+    """`batch` with labels where the model has a loss, and a wish for its auxiliary part where it has one."""
+    if not type(model).__name__.endswith(("ForCausalLM", "ForConditionalGeneration")):
+        return batch
+    batch = {**batch, "labels": batch["decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"]}
+    balanced = any(hasattr(model.config, option) for option in ("router_aux_loss_coef", "aux_loss_coef"))
+    if balanced and (name, transformers.__version__) not in _NO_ROUTER_LOGITS:
+        batch["output_router_logits"] = True
     return batch

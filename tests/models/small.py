@@ -98,18 +98,14 @@ def randomise(model: nn.Module) -> Any:
 
 
 def as_loaded(model: Any, dtype: torch.dtype) -> Any:
-    """In `dtype`, but for what the model wants to keep in fp32."""
-    kept = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
+    """In `dtype`, but for what the model wants to keep in fp32 then."""
+    kept = set(model._keep_in_fp32_modules_strict or ())
+    if dtype is torch.float16:
+        kept |= set(model._keep_in_fp32_modules or ())
     model = model.to(dtype)
-    for name, module in model.named_modules():
-        if name.rpartition(".")[2] in kept:
-            module.float()
-    for name, parameter in model.named_parameters():
-        if name.rpartition(".")[2] in kept:
-            parameter.data = parameter.data.float()
-    for name, buffer in model.named_buffers():
-        if name.rpartition(".")[2] in kept:
-            buffer.data = buffer.data.float()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if any(re.search(rf"(^|\.){part}($|\.)", name) for part in kept) and tensor.is_floating_point():
+            tensor.data = tensor.data.float()
     return model
 
 
