@@ -107,6 +107,28 @@ class Kept(Block):
         return together + x
 
 
+class Jittered(Block):
+    """Multiplies by noise in training, in place, and says what it routed by."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.jitter_noise = 0.1
+
+    def forward(self, hidden_states):
+        if self.training and self.jitter_noise > 0:
+            hidden_states *= torch.empty_like(hidden_states).uniform_(1 - self.jitter_noise, 1 + self.jitter_noise)
+        rows = hidden_states.view(-1, hidden_states.shape[-1])
+        logits, chosen, weights = self.route(rows)
+        final = torch.zeros_like(rows)
+        mask = F.one_hot(chosen, num_classes=self.num_experts).permute(2, 1, 0)
+        hit = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
+        for index in hit:
+            slot, token = torch.where(mask[index].squeeze(0))
+            current = self.experts[index](rows[None, token].reshape(-1, rows.shape[-1])) * weights[token, slot, None]
+            final.index_add_(0, token, current.to(rows.dtype))
+        return final.reshape(hidden_states.shape), logits
+
+
 class Handed(Block):
     """Is handed the routing, in an order of its own, and returns the sum as it was added up."""
 
