@@ -16,13 +16,14 @@ from npu_autopatch.kernels import probing
 from npu_autopatch.kernels.moe import proof, tiny
 from npu_autopatch.kernels.moe.experts import unselected
 from npu_autopatch.kernels.moe.proof import TOKENS, Unproved
+from npu_autopatch.kernels.moe.stacked_formula import Products, down_product, first_products, weighted
 from npu_autopatch.kernels.moe.stacked_forward import Variant
 from npu_autopatch.kernels.moe.stacked_gate import HALVES, INTERLEAVED, SEPARATE, Gate, middle
 from npu_autopatch.kernels.moe.stacked_layout import Layout, Sizes, layouts
 from npu_autopatch.kernels.moe.stacked_settings import guards, holding
 
 # What an argument is, as its name hints: it only chooses what is tried first.
-_HINTS = (("hidden", "x", "input", "state"), ("ind", "expert", "id"), ("weight", "prob", "score"))
+_HINTS = (("hidden", " x ", "input"), ("ind", "expert"), ("weight", "prob", "score", "top"))
 _BATCHES = 2
 _SETTINGS = (0.9, 1.3, 1.7, 2.1)  # of float attributes, low enough for a clamp to show
 
@@ -62,6 +63,8 @@ class Probe:
             if next(child.parameters(), None) is not None:  # it holds the weights, and may be called
                 self.names = self.names | probing.operations(type(child), type(child).forward)[0]
         self.failure = ""
+        self.routing: dict[tuple[int, bool], tuple[Tensor, Tensor]] = {}
+        self.modes = (True, False) if "training" in self.names else (True,)
         self.floats = {
             name: value
             for name, value in probing.settings_of(self.instance).items()
@@ -72,14 +75,12 @@ class Probe:
     def variant(self) -> Variant:
         """What the forward computes, as fp32 shows it. Raises `Unproved`."""
         variant, sizes = self.found()
-        self.case = Case(self.instance, sizes.hidden, sizes.named)
-        self.expected = self.run(variant)
         self.activation(variant)
         variant = self.children(variant)
         variant = self.numbers(variant, sizes)
         if not variant.batched:
             variant = self.extent(variant)
-        self.modes(variant)
+        self.evaluation(variant)
         self.set(self.floats)
         return variant
 
@@ -91,29 +92,38 @@ class Probe:
         allowed = list(layouts(self.instance))
         if not allowed:
             raise Unproved("its parameters are not the stacked weights of two products")
-        seen: dict[Any, Tensor | None] = {}
+        failed = True
         for variant in self.roles():
+            outcomes: dict[Any, Tensor | None] = {}
             for layout, sizes in allowed:
                 self.case = Case(self.instance, sizes.hidden, sizes.named)
-                key = (variant, sizes.hidden, sizes.named)
-                if key not in seen:
-                    seen[key] = self.attempt(variant)
-                outcome = seen[key]
+                key = sizes.hidden, sizes.named
+                outcome = outcomes[key] if key in outcomes else outcomes.setdefault(key, self.attempt(variant))
                 if outcome is None:
                     continue
-                wanted = (TOKENS, sizes.hidden)
+                failed, self.expected = False, outcome
                 if outcome.numel() != TOKENS * sizes.hidden * (sizes.experts if variant.batched else 1):
                     continue
-                outcome = outcome.reshape(-1, wanted[1])
-                for gate in self.gates(layout):
-                    candidate = variant.but(layout=layout, gate=gate)
-                    if self.agrees(candidate, outcome):
-                        return candidate, sizes
-        raise Unproved(
-            f"it fails on a probe: {self.failure}"
-            if all(outcome is None for outcome in seen.values())
-            else "what it computes between its products, or around them, is of no known form"
-        )
+                gate = self.gate(variant.but(layout=layout), outcome.reshape(-1, sizes.hidden))
+                if gate is not None:
+                    return variant.but(layout=layout, gate=gate), sizes
+        if failed:
+            raise Unproved(f"it fails on a probe: {self.failure}")
+        raise Unproved("what it computes between its products, or around them, is of no known form")
+
+    def gate(self, variant: Variant, outcome: Tensor) -> Gate | None:
+        """The gate with which a layout gives the `outcome`; None if none does."""
+        inputs = self.inputs(variant)
+        with torch.no_grad():
+            products = first_products(self.instance, variant.layout, inputs[0], variant.batched)
+            for gate in self.gates(variant.layout):
+                try:
+                    expected = self.formula(variant.but(gate=gate), products, *inputs)
+                except (RuntimeError, TypeError):  # a method or a part that is none
+                    continue
+                if close(outcome, expected):
+                    return gate
+        return None
 
     def roles(self) -> Iterator[Variant]:
         """What the arguments may be, what their names hint at first."""
@@ -124,7 +134,7 @@ class Probe:
 
         def unlikely(places: tuple[int, ...]) -> int:
             said = zip(places, _HINTS, strict=True)
-            return -sum(any(hint in self.parameters[place] for hint in hints) for place, hints in said)
+            return -sum(hint in f" {self.parameters[place]} " for place, hints in said for hint in hints)
 
         orders = sorted(itertools.permutations(range(len(self.parameters)), 3), key=unlikely)
         for inputs, dense, rank in itertools.product(orders, (False, True), (3, 2)):
@@ -168,7 +178,10 @@ class Probe:
     def inputs(self, variant: Variant) -> tuple[Tensor, ...]:
         if variant.batched:
             return (probing.samples(self.case.experts * TOKENS, self.case.hidden),)
-        return probing.samples(TOKENS, self.case.hidden), self.case.ids(), self.case.weights(variant.dense)
+        key = self.case.experts, variant.dense
+        if key not in self.routing:
+            self.routing[key] = self.case.ids(), self.case.weights(variant.dense)
+        return probing.samples(TOKENS, self.case.hidden), *self.routing[key]
 
     def run(self, variant: Variant, *inputs: Tensor) -> Tensor:
         """The output of the original, no gradient. Raises `Unproved`."""
@@ -194,47 +207,21 @@ class Probe:
             self.failure = str(failed)
             return None
 
-    def formula(self, variant: Variant, *inputs: Tensor) -> Tensor:
-        """What a variant computes of fp32 inputs, in plain torch: [tokens, hidden]."""
-        layout, between = variant.layout, middle(variant.gate, unselected)
-        holder = getattr(self.instance, layout.holder) if layout.holder else self.instance
-
-        def weight(name: str, transposed: bool) -> Tensor:
-            parameter: Tensor = getattr(holder, name)
-            if layout.flattened:
-                parameter = parameter.view(getattr(self.instance, layout.flattened), -1, parameter.size(-1))
-            return parameter if transposed else parameter.transpose(1, 2)
-
-        x, *routing = inputs or self.inputs(variant)
-        first, down = weight(layout.first, layout.first_transposed), weight(layout.down, layout.down_transposed)
-        count = down.size(0)
-        rows = x.view(count, -1, x.size(-1)) if variant.batched else x.expand(count, *x.shape)
-        made = torch.bmm(rows, first[:count])
-        if layout.first_bias:
-            made = made + getattr(holder, layout.first_bias).unsqueeze(1)
-        other = torch.bmm(rows, weight(layout.second, layout.first_transposed)) if layout.second else None
-        every = torch.bmm(between(self.instance, holder, made, other), down)
-        if layout.down_bias:
-            every = every + getattr(holder, layout.down_bias).unsqueeze(1)
+    def formula(self, variant: Variant, products: Products, *inputs: Tensor) -> Tensor:
+        """What a variant computes, in plain torch: [tokens, hidden]."""
+        gated = middle(variant.gate, unselected)(self.instance, products.holder, products.first, products.second)
+        every = down_product(gated, products)
         if variant.batched:
             return every.flatten(0, 1)
-        ids, weights = routing
-        named = weights
-        if not variant.dense:
-            named = torch.zeros(x.size(0), max(self.case.experts, count) + 1).scatter(1, ids, weights)
-        result = torch.einsum("enh,ne->nh", every, named[:, :count])
-        if layout.identity:
-            result = result + x * named[:, count : self.case.experts].sum(1, keepdim=True)
-        return result
+        x, ids, weights = inputs
+        return weighted(every, x, ids, weights, variant.dense, self.case.experts)
 
     def agrees(self, variant: Variant, outcome: Tensor, *inputs: Tensor) -> bool:
         """Whether `outcome`, [tokens, hidden], is what the variant computes."""
+        inputs = inputs or self.inputs(variant)
         with torch.no_grad():
-            try:
-                expected = self.formula(variant, *inputs)
-            except (RuntimeError, TypeError):  # a candidate that cannot be
-                return False
-        return close(outcome, expected)
+            products = first_products(self.instance, variant.layout, inputs[0], variant.batched)
+            return close(outcome, self.formula(variant, products, *inputs))
 
     def holds(self, variant: Variant, *inputs: Tensor) -> bool:
         outcome = self.attempt(variant, *inputs)
@@ -278,15 +265,15 @@ class Probe:
 
     def unmoved(self, variant: Variant) -> bool:
         """Whether each mode fails, or gives what it gave."""
-        for training in (True, False)[: 2 if "training" in self.names else 1]:
-            self.instance.training = training
-            outcome = self.attempt(variant)
-            if outcome is not None and not close(outcome, self.expected):
-                break
-        else:
-            return self.instance.train() is self.instance
+        outcomes = [self.attempt(variant) for _ in self.each_mode()]
+        return all(outcome is None or close(outcome, self.expected) for outcome in outcomes)
+
+    def each_mode(self) -> Iterator[None]:
+        """The instance in training, and in evaluation if the forward asks which it is."""
+        for training in self.modes:
+            self.instance.train(training)
+            yield
         self.instance.train()
-        return False
 
     def extent(self, variant: Variant) -> Variant:
         """The variant with the inputs it also takes."""
@@ -294,30 +281,23 @@ class Probe:
         flat = self.attempt(variant.but(ranks=(2,)))
         if flat is not None and self.agrees(variant, flat.reshape(TOKENS, -1)):
             unsqueezes = flat.dim() == 3
-            ranks = (2, 3) if variant.ranks == (3,) else (2,)
-            variant = variant.but(ranks=ranks[:: -1 if variant.ranks == (3,) else 1], unsqueezes=unsqueezes)
+            variant = variant.but(ranks=(3, 2) if variant.ranks == (3,) else (2,), unsqueezes=unsqueezes)
         if not variant.layout.identity:
             elsewhere = ids.clone()
             elsewhere[1, 0] = self.case.experts
-            kept = torch.zeros_like(weights).scatter(1, ids[:, :1], 0) if variant.dense else weights
+            kept = weights.clone()
             if variant.dense:
-                kept = weights.clone()
                 kept[1, ids[1, 0]] = 0.0
             variant = variant.but(masked=self.holds(variant, x, elsewhere, kept))
-        low = [t.bfloat16() if t is x else t for t in (x, ids, weights)]
         self.instance.to(torch.bfloat16)
-        mixed = []
-        for training in (True, False):
-            self.instance.training = training
-            outcome = self.attempt(variant, *low)
-            mixed.append(outcome is not None and outcome.dtype is torch.bfloat16)
-        self.instance.float().train()
-        return variant.but(mixed=all(mixed))
+        outcomes = [self.attempt(variant, x.bfloat16(), ids, weights) for _ in self.each_mode()]
+        self.instance.float()
+        return variant.but(mixed=all(y is not None and y.dtype is torch.bfloat16 for y in outcomes))
 
-    def modes(self, variant: Variant) -> None:
-        """In evaluation, and for each rank, it computes the same. Raises `Unproved`."""
-        self.instance.training = False
-        for rank in variant.ranks:
+    def evaluation(self, variant: Variant) -> None:
+        """In evaluation it computes the same, for each rank. Raises `Unproved`."""
+        self.instance.eval()
+        for rank in variant.ranks[: len(self.modes)]:
             if not self.holds(variant.but(ranks=(rank,))):
                 raise Unproved("in evaluation it computes something else than in training")
         if {"device", "type"} <= self.names:
@@ -325,7 +305,7 @@ class Probe:
                 outcome = self.attempt(variant)
             if outcome is not None and not self.agrees(variant, outcome.reshape(-1, self.case.hidden)):
                 raise Unproved("on other devices it computes something else than on the CPU")
-        self.instance.training = True
+        self.instance.train()
 
 
 def close(one: Tensor, other: Tensor) -> bool:

@@ -20,7 +20,7 @@ def guards(owner: Any, names: Container[str], sizes: dict[str, int], unmoved: Ca
     """
     measured, fixed = [], []
     for name, value in probing.settings_of(owner).items():
-        if name not in names or not _matters(owner, name, value, unmoved):
+        if name not in names or not _matters(owner, name, value, value in sizes.values(), unmoved):
             continue
         size = next((size for size, number in sizes.items() if number == value), None)
         if isinstance(value, int) and size and not isinstance(value, bool):
@@ -32,12 +32,12 @@ def guards(owner: Any, names: Container[str], sizes: dict[str, int], unmoved: Ca
     return tuple(measured), tuple(fixed)
 
 
-def _matters(owner: Any, name: str, value: Any, unmoved: Callable[[], bool]) -> bool:
+def _matters(owner: Any, name: str, value: Any, measured: bool, unmoved: Callable[[], bool]) -> bool:
     """Whether another value can make another output, silently."""
     if isinstance(value, bool):
         others: tuple[Any, ...] = (not value,)
     elif isinstance(value, int):
-        others = (value + 1, value - 1, 0)
+        others = (value - 1, value + 1) if measured else (value - 1, value + 1, 0)
     elif isinstance(value, float):
         others = (value + 0.5, 0.0)
     else:  # None, a string, a configuration: what else it may be is not known
