@@ -143,20 +143,24 @@ class Handed(Block):
 
 
 class Sorted(Block):
-    """Rows sorted by expert, joined, put back; a branch for experts that live elsewhere, which nobody takes."""
+    """Rows sorted by expert, joined, put back; branches for experts that live elsewhere. Never learns."""
 
     def __init__(self, config):
         super().__init__(config)
-        self.ep_size = 1
+        self.ep_size, self.ep_rank, self.experts_per_rank = 1, 0, config.num_experts
 
+    @torch.no_grad()
     def infer(self, x, topk_ids, topk_weight):
         counts = topk_ids.new_zeros((topk_ids.shape[0], len(self.experts)))
         counts.scatter_(1, topk_ids, 1)
         counts = counts.sum(dim=0)
         order = topk_ids.view(-1).argsort()
         rows = x[order // topk_ids.shape[1]]
+        shape = rows.shape
         if self.ep_size > 1:
-            rows = rows * 0
+            rows = self.exchanged(rows, counts)
+            for rank in range(self.ep_size):
+                counts[rank] += 1
         counts = counts.cpu().numpy()
         outputs = []
         start = 0
@@ -164,13 +168,23 @@ class Sorted(Block):
             end = start + count
             if count == 0:
                 continue
-            outputs.append(self.experts[index](rows[start:end]))
+            outputs.append(self.experts[index + self.ep_rank * self.experts_per_rank](rows[start:end]))
             start = end
-        rows = torch.cat(outputs, dim=0)
+        rows = torch.cat(outputs, dim=0) if len(outputs) else rows.new_empty(0)
+        if self.ep_size > 1:
+            rows = self.exchanged(rows, shape)
         back = torch.empty_like(rows)
         back[order] = rows
-        weighted = back.view(*topk_ids.shape, -1).type(topk_weight.dtype) * topk_weight.unsqueeze(-1)
-        return weighted.sum(dim=1).type(back.dtype)
+        return (
+            back.view(*topk_ids.shape, -1)
+            .type(topk_weight.dtype)
+            .mul_(topk_weight.unsqueeze(dim=-1))
+            .sum(dim=1)
+            .type(back.dtype)
+        )
+
+    def exchanged(self, rows, others):
+        return rows * 0
 
 
 class Clamped(Block):

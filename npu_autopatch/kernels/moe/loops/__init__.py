@@ -27,7 +27,7 @@ from npu_autopatch.kernels.moe.loops.exact import Bank
 from npu_autopatch.kernels.moe.loops.probe import Inputs, loops, observed, possible, recognised
 from npu_autopatch.kernels.moe.loops.proof import OtherDtype, Proof
 from npu_autopatch.kernels.moe.loops.replacement import replacement
-from npu_autopatch.kernels.moe.loops.source import Source, read
+from npu_autopatch.kernels.moe.loops.source import Source, read, undecorated
 from npu_autopatch.kernels.swiglu.probe import recognise
 from npu_autopatch.kernels.swiglu.trace import Unproved
 from npu_autopatch.kernels.swiglu.variant import Variant
@@ -45,7 +45,9 @@ def find(module: ModuleType) -> Iterator[Site]:
         if init is None:
             continue
         for name, method in vars(cls).items():
-            if isinstance(method, FunctionType) and name != "__init__" and _may_be_one(init, method.__code__):
+            if not isinstance(method, FunctionType) or name == "__init__":
+                continue
+            if _may_be_one(init, undecorated(method).__code__):
                 where = site_name(module.__name__, cls.__name__)
                 yield MoESite(module.__name__, where, cls, name, sys.modules[__name__])
 
@@ -99,7 +101,7 @@ def prove(site: Site, devices: tuple[str, ...]) -> Match | Refusal:
         return Refusal("its experts are in a dictionary, not in a list")
     try:
         source = read(original)
-        instance = tiny.build(cls)
+        instance = tiny.build(cls, ep_size=1)  # one process, where remote code asks how many
         block = _Block(source, instance)
         return block.proved(selector_of(cls), devices)
     except probing.BuildError as error:
@@ -162,7 +164,7 @@ class _Block:
         settings = _settings(self.cut, self.instance, self.bank)
         gather = experts.gathered(variant, self.cls, self.forward, unselected)
         collect = experts.collector(loop.attribute, settings, gather, reference, ("cpu",))
-        function = self.source.function
+        function = self.source.slot
         for wide in (False, True):
             fused = experts.fused(variant, reference, wide)
             replaced = replacement(loop, self.cut, self.inputs, collect, fused, _turned_away)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import itertools
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -16,7 +17,6 @@ from npu_autopatch.kernels.swiglu.trace import Unproved
 
 _PURE = {"len", "range", "int", "bool", "float", "min", "max", "sum", "tuple", "list", "isinstance", "getattr", "zip"}
 _VALUES = (Tensor, torch.Size, torch.dtype, torch.device, int, float, str, list, tuple, type(None))
-_NAMING = (ast.Name, ast.Tuple, ast.List)
 _FRESH = ("new_zeros", "new_empty", "new_ones", "new_full", "zeros", "empty", "ones", "full")
 
 
@@ -69,7 +69,7 @@ class Cut:
 def cut(loop: Loop) -> Cut:
     """Raises `Unproved` where the loop does more than the sum, or depends on what a probe does not show."""
     body, roles, me = loop.source.body, loop.roles, loop.source.me
-    gone, after = body[loop.start : loop.end], body[loop.end :]
+    gone, after = tuple(_taken(each, loop) for each in body[loop.start : loop.end]), body[loop.end :]
     if any(isinstance(node, (ast.Return, ast.Raise)) for statement in gone for node in ast.walk(statement)):
         raise Unproved("its loop may end the function")
     live = _live(after, set()) - {roles.result}
@@ -109,7 +109,7 @@ def _without_dead(loop: Loop, live: set[str]) -> tuple[list[ast.stmt], list[ast.
     dropped: list[ast.stmt] = []
     for statement in reversed(loop.source.body[: loop.start]):
         if _dead(statement, live, loop):
-            dropped.insert(0, statement)
+            dropped.insert(0, _taken(statement, loop))
         else:
             kept.insert(0, statement)
             live = live - _replaced(statement) | reads(statement)
@@ -124,15 +124,24 @@ def _dead(statement: ast.stmt, live: set[str], loop: Loop) -> bool:
         return all(_replaced(ast.Assign([t], statement.value)) for t in statement.targets) and _pure(
             statement.value, loop
         )
-    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-        call = statement.value
-        if isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name) and writes(call.func.attr):
-            parts = [*call.args, *(keyword.value for keyword in call.keywords)]
-            return _is_fresh(call.func.value.id, loop) and all(_pure(part, loop) for part in parts)
+    if (name := _written(statement)) and isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+        parts = [*statement.value.args, *(keyword.value for keyword in statement.value.keywords)]
+        return _is_fresh(name, statement, loop) and all(_pure(part, loop) for part in parts)
+    if _taken(statement, loop) is not statement:
+        return True
     if isinstance(statement, ast.If):
         inner = (*statement.body, *statement.orelse)
         return _pure(statement.test, loop) and all(_dead(each, live, loop) for each in inner)
     return isinstance(statement, ast.Pass)
+
+
+def _taken(statement: ast.stmt, loop: Loop) -> ast.stmt:
+    """What is left of a branch that was not taken: its test, where that reads nothing but the instance."""
+    if not isinstance(statement, ast.If) or statement.orelse or reads(statement.test) - {loop.source.me}:
+        return statement
+    test = ast.Expression(statement.test)
+    is_taken = eval(compile(test, "", "eval"), loop.source.function.__globals__, dict(loop.seen[0]))
+    return statement if is_taken else ast.copy_location(ast.Expr(statement.test), statement)
 
 
 def _pure(value: ast.expr, loop: Loop) -> bool:
@@ -155,7 +164,8 @@ def _only_computes(call: ast.Call, loop: Loop) -> bool:
     if base == loop.source.me:
         return False
     if base in loop.before:
-        return isinstance(loop.before[base], _VALUES)
+        value = loop.before[base]
+        return isinstance(value, _VALUES) or type(value).__module__ == "numpy"
     return not base or _of_torch(scope.get(base))
 
 
@@ -164,18 +174,25 @@ def _of_torch(value: object) -> bool:
     return name.partition(".")[0] == "torch" and not isinstance(value, nn.Module)
 
 
-def _is_fresh(name: str, loop: Loop) -> bool:
-    """Whether `name` is always a tensor just made, which no other name shares."""
+def _is_fresh(name: str, at: ast.stmt, loop: Loop) -> bool:
+    """Whether `name` is at that statement a tensor just made, which no other name shares."""
     made = False
-    for statement in loop.source.body[: loop.start]:
-        if name in _replaced(statement):
-            value = statement.value if isinstance(statement, ast.Assign) else None
+    for statement in itertools.takewhile(lambda each: each is not at, loop.source.body):
+        if isinstance(statement, ast.Assign) and name in _replaced(statement):
+            value = statement.value
             made = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in _FRESH
-            if not made:
-                return False
-        elif isinstance(statement, ast.Assign) and isinstance(statement.value, _NAMING):
-            made = made and name not in reads(statement.value)
+        elif name in reads(statement) | changes(statement) and _written(statement) != name:
+            made = False  # it may have another name by now
     return made
+
+
+def _written(statement: ast.stmt) -> str:
+    """The name whose method, one in place, is all there is to the statement; empty if it is another."""
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+        method = statement.value.func
+        if isinstance(method, ast.Attribute) and isinstance(method.value, ast.Name) and writes(method.attr):
+            return method.value.id
+    return ""
 
 
 def _slice(loop: Loop, gone: tuple[ast.stmt, ...]) -> tuple[list[ast.stmt], set[str]]:
@@ -192,7 +209,10 @@ def _slice(loop: Loop, gone: tuple[ast.stmt, ...]) -> tuple[list[ast.stmt], set[
         if name not in loop.source.function.__code__.co_varnames:
             continue
         for statement in loop.source.body[: loop.start]:
-            if name in changes(statement) and statement not in found:
+            if name not in changes(statement):
+                continue
+            statement = _taken(statement, loop)
+            if statement not in found:
                 found.append(statement)
                 pending.extend(reads(statement) - ends - names)
     return found, names

@@ -29,74 +29,77 @@ def gathered(variant: Variant, cls: type[nn.Module], forward: Any, select: Selec
     shapes of the first. Returns the activation, the op for it, and weights and biases of each projection.
     """
     names = (*variant.projections, variant.after[0])
-    activation, function, linear_forward = variant.activation, FUNCTIONS.get(variant.function), nn.Linear.forward
-    count = len(names)
+    activation, function = variant.activation, FUNCTIONS.get(variant.function)
+    linear_class, linear_forward = nn.Linear, nn.Linear.forward
 
+    # Some hundred layers at each call: in its dictionary, an attribute of a module is found in half the time.
     def gather(experts: Iterable[nn.Module], x: Tensor) -> Parts | None:
         current: Any = cls.forward
         if current is not forward and not _is_ours(current, forward):
             return None
-        if nn.Linear.forward is not linear_forward or _watched_globally():
+        if linear_class.forward is not linear_forward or _watched_globally():
             return None
         dtype, device = x.dtype, x.device
-        weights: list[list[Tensor]] = [[] for _ in range(count)]
-        biases: list[list[Tensor]] = [[] for _ in range(count)]
-        first: list[Tensor] = []
+        columns: list[tuple[str, list[Tensor], list[Tensor]]] = [(name, [], []) for name in names]
+        shapes: list[torch.Size] = []
         act: Any = None
         op: swiglu.Op | None = None
         started = False
         for expert in experts:
+            state = expert.__dict__
             if (
                 type(expert) is not cls
-                or "forward" in expert.__dict__
-                or expert._forward_hooks
-                or expert._forward_pre_hooks
-                or expert._backward_hooks
-                or expert._backward_pre_hooks
+                or "forward" in state
+                or state["_forward_hooks"]
+                or state["_forward_pre_hooks"]
+                or state["_backward_hooks"]
+                or state["_backward_pre_hooks"]
             ):
                 return None
-            modules = expert._modules
-            for index in range(count):
-                linear: Any = modules.get(names[index])
+            modules = state["_modules"]
+            for index, (name, weights, biases) in enumerate(columns):
+                linear = modules.get(name)
+                if type(linear) is not linear_class:
+                    return None
+                own = linear.__dict__
                 if (
-                    type(linear) is not nn.Linear
-                    or "forward" in linear.__dict__
-                    or linear._forward_hooks
-                    or linear._forward_pre_hooks
-                    or linear._backward_hooks
-                    or linear._backward_pre_hooks
+                    "forward" in own
+                    or own["_forward_hooks"]
+                    or own["_forward_pre_hooks"]
+                    or own["_backward_hooks"]
+                    or own["_backward_pre_hooks"]
                 ):
                     return None
-                weight: Any = linear._parameters.get("weight")
-                bias: Any = linear._parameters.get("bias")
+                held = own["_parameters"]
+                weight, bias = held.get("weight"), held.get("bias")
                 if not started:
                     if weight is None or not grouped_matmul.legal(x, weight, bias) or weight.dim() != 2:
                         return None
-                    first.append(weight)
+                    shapes.append(weight.shape)
                 elif (
                     type(weight) not in PLAIN
                     or weight.dtype is not dtype
                     or weight.device != device
-                    or weight.shape != first[index].shape
+                    or weight.shape != shapes[index]
                     or not weight.is_contiguous()
                 ):
                     return None
-                weights[index].append(weight)
+                weights.append(weight)
                 if bias is not None:
                     if type(bias) not in PLAIN or bias.dtype is not dtype or bias.device != device:
                         return None
-                    biases[index].append(bias)
-            own: Any = function
+                    biases.append(bias)
+            its = function
             if activation:
-                own = modules[activation] if activation in modules else getattr(expert, activation)
+                its = modules[activation] if activation in modules else getattr(expert, activation)
             if not started:
-                act, op, started = own, select(own), True
-            elif select(own) is not op or (op is None and not _alike(own, act)):
+                act, op, started = its, select(its), True
+            elif its is not act and (select(its) is not op or (op is None and not _alike(its, act))):
                 return None
-        number = len(weights[0])
-        if any(held and len(held) != number for held in biases) or first[0].size(1) != x.size(-1):
+        count = len(columns[0][1])
+        if any(biases and len(biases) != count for _, _, biases in columns) or shapes[0][1] != x.size(-1):
             return None
-        return act, op, *weights, *(held or None for held in biases)
+        return act, op, *(weights for _, weights, _ in columns), *(biases or None for _, _, biases in columns)
 
     return gather
 

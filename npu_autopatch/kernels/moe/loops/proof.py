@@ -174,7 +174,7 @@ class Proof:
             raise Unproved(f"without its loop it returns something else {where}")
         for one, other in zip(mine, theirs, strict=True):
             _same(one, other, dtype, where)
-        if training:
+        if training and any(isinstance(y, Tensor) and y.requires_grad for y in theirs):
             parameters = [parameter for parameter in self.instance.parameters() if parameter.requires_grad]
             self._whole_gradients((mine, my_leaf), (theirs, their_leaf), parameters, where)
 

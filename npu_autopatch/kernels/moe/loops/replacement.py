@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -47,9 +46,7 @@ def replacement(
         *cut.after,
     ]
     given = {_COLLECT: collect, _FUSED: fused, _ORIGINAL: original}
-    function = source.compiled(body, given)
-    functools.update_wrapper(function, source.function)
-    return function
+    return source.in_slot(source.compiled(body, given))
 
 
 def region(loop: Loop) -> FunctionType:

@@ -12,7 +12,9 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType
-from typing import Any
+from typing import Any, cast
+
+import torch
 
 from npu_autopatch.kernels.swiglu.trace import Unproved
 
@@ -22,11 +24,21 @@ RETURNED = "_npu_autopatch_returned"
 
 @dataclass(frozen=True)
 class Source:
-    """A function and its statements, none of which returns more than a name where it is the last."""
+    """A function and its statements, none of which returns more than a name where it is the last.
 
+    `slot` is what its class has: `function` itself, or what ``@torch.no_grad()`` made of it.
+    """
+
+    slot: FunctionType
     function: FunctionType
     definition: ast.FunctionDef
     body: tuple[ast.stmt, ...]
+
+    def in_slot(self, function: FunctionType) -> FunctionType:
+        """`function` as what goes into the slot: decorated as the original was."""
+        decorated: Any = function if self.slot is self.function else torch.no_grad()(function)
+        functools.update_wrapper(decorated, self.slot)
+        return cast(FunctionType, decorated)
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -63,6 +75,7 @@ def read(function: Any) -> Source:
     """The source of `function`. Raises `Unproved` where it has none, or it is not what is run."""
     if not isinstance(function, FunctionType):
         raise Unproved(f"it is a {type(function).__name__}, not a plain function")
+    slot, function = function, undecorated(function)
     code = function.__code__
     if code.co_freevars or code.co_flags & _OUTSIDE:
         raise Unproved("it is wrapped by another function" if hasattr(function, "__wrapped__") else "it is a closure")
@@ -76,7 +89,20 @@ def read(function: Any) -> Source:
         same = False
     if not same:
         raise Unproved("its source cannot be read, or is not what is run")
-    return Source(function, definition, tuple(_body(definition)))
+    return Source(slot, function, definition, tuple(_body(definition)))
+
+
+def undecorated(function: FunctionType) -> FunctionType:
+    """What ``@torch.no_grad()`` was put on, or the function itself where it was not."""
+    if function.__code__ is not _IN_CONTEXT:
+        return function
+    held = [cell.cell_contents for cell in function.__closure__ or ()]
+    if any(type(getattr(value, "__self__", None)) is torch.no_grad for value in held):
+        return cast(FunctionType, function.__wrapped__)  # type: ignore[attr-defined]
+    return function
+
+
+_IN_CONTEXT = cast(FunctionType, torch.no_grad()(lambda: None)).__code__
 
 
 def _parsed(text: str, line: int) -> ast.FunctionDef:
