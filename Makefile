@@ -6,7 +6,8 @@ ENVS := .venv
 # more than two workers a machine of two cores does not feed
 PYTEST := -m pytest -q -n 2 --dist loadfile
 # import every model there is: in a process of their own, or each later test patches them all
-SWEEP := tests/kernels/test_every_norm.py tests/kernels/test_every_mlp.py tests/kernels/test_every_rotary.py
+SWEEP := tests/kernels/test_every_norm.py tests/kernels/test_every_mlp.py tests/kernels/test_every_rotary.py \
+         tests/kernels/test_every_experts.py
 # environments of their own
 APART := tests/packaging tests/virtual_npu tests/hub_kernels
 # many families: a process of its own, too; all of them on both majors, some on the version between

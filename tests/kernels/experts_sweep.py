@@ -18,15 +18,14 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FORWARD = {"npu_moe_token_permute": 1, "npu_grouped_matmul": 2, "npu_moe_token_unpermute": 1}
 
 
-def sweep(backend: str) -> tuple[dict[str, Any], dict[str, type[nn.Module]]]:
-    """The rows of the kernel in every modeling module, and the classes served through the interface."""
+def sweep(backend: str) -> tuple[dict[str, Any], dict[str, tuple[type[nn.Module], Any]]]:
+    """The rows of the kernel in every modeling module; class and fused function of each served by the interface."""
     classes = {(name, cls.__name__): cls for name, module in modules().items() for cls in probing.classes(module)}
     with npu_autopatch.patched(kernels="moe", backend=backend) as report:
-        rows = {row.name: row for row in report.sites if row.kernel == "moe"}
+        rows = {row.name: row for row in report.sites if row.kernel == "moe" and row.module in modules()}
+        found = {row.name: classes[row.module, row.name.rpartition(".")[2]] for row in rows.values()}
         served = {
-            row.name: classes[row.module, row.name.rpartition(".")[2]]
-            for row in rows.values()
-            if row.module in modules() and hasattr(classes[row.module, row.name.rpartition(".")[2]], "_npu_grouped_mm")
+            site: (cls, vars(cls)["_npu_grouped_mm"]) for site, cls in found.items() if "_npu_grouped_mm" in vars(cls)
         }
     return rows, served
 
@@ -53,7 +52,7 @@ def hidden(experts: nn.Module) -> int:
     return experts.down_proj.size(2 if experts.is_transposed else 1)
 
 
-def worse(cls, dtype, scale, weights_in=None, device="cpu", top_k=3) -> list[tuple]:
+def worse(cls, fused, dtype, scale, weights_in=None, device="cpu", top_k=3) -> list[tuple]:
     """What of output and gradients is of another dtype, or more than one ulp less exact than the original's."""
     experts = instance(cls).to(dtype).to(device)
 
@@ -61,7 +60,7 @@ def worse(cls, dtype, scale, weights_in=None, device="cpu", top_k=3) -> list[tup
         generator = torch.Generator().manual_seed(seed + 1)
         x, ids, weights = inputs(experts, 7, top_k, seed, scale)
         given = (x.to(dtype).to(device), ids.to(device), weights.to(weights_in or dtype).to(device))
-        return _compared(experts, given, torch.randn(x.shape, generator=generator).to(dtype))
+        return _compared(experts, fused, given, torch.randn(x.shape, generator=generator).to(dtype))
 
     first = compare(6)
     if first[0][1] != FORWARD:
@@ -71,19 +70,20 @@ def worse(cls, dtype, scale, weights_in=None, device="cpu", top_k=3) -> list[tup
     return behind(first, compare)
 
 
-def _compared(experts, given, incoming) -> list[tuple]:
-    theirs = run(experts, given, incoming)
-    with npu_autopatch.patched(kernels="moe", backend="emulate" if given[0].device.type == "cpu" else "npu"):
-        with Fused() as fused:
-            run(experts, given, None)
-        mine = run(experts, given, incoming)
+def _compared(experts, fused, given, incoming) -> list[tuple]:
+    def replaced(x, ids, weights):
+        return fused(experts, x, ids, weights, _turned_away)
+
+    theirs, mine = run(experts, given, incoming), run(experts, given, incoming, replaced)
+    with Fused() as calls:
+        run(experts, given, None, replaced)
     with InDouble():
         exact = run(
             _doubled(experts),
             [y.cpu().double() if y.is_floating_point() else y.cpu() for y in given],
             incoming.cpu().double(),
         )
-    found: list[tuple] = [("calls", {name: fused.calls[name] for name in FORWARD})]
+    found: list[tuple] = [("calls", {name: calls.calls[name] for name in FORWARD})]
     names = ("output", "gradient of x", "gradient of weights", *(name for name, _ in experts.named_parameters()))
     for name, got, expected, right in zip(names, mine, theirs, exact, strict=True):
         errors = [error_in_ulps(y.cpu(), right, expected.dtype, by_row=True) for y in (got, expected)]
@@ -99,14 +99,21 @@ def _doubled(experts: nn.Module) -> nn.Module:
     return double
 
 
-def run(experts, given, incoming):
-    """The output, then the gradients of the input, the routing weights and the parameters; without `incoming` no
-    gradient is asked for."""
+def _turned_away(*arguments):
+    raise AssertionError("the guard turned the call away")
+
+
+def run(experts, given, incoming, forward=None):
+    """The output, then the gradients of the input, the routing weights and the parameters.
+
+    Without `incoming` no gradient is asked for. `forward` stands for what the instance would run.
+    """
     x, ids, weights = given
+    forward = forward or experts
     if incoming is None:
         with torch.no_grad():
-            return [experts(x, ids, weights)]
+            return [forward(x, ids, weights)]
     x, weights = (leaf.detach().clone().requires_grad_() for leaf in (x, weights))
-    output = experts(x, ids, weights)
-    grads = torch.autograd.grad(output, [x, weights, *experts.parameters()], incoming.to(output))
-    return [output.detach(), *grads]
+    output = forward(x, ids, weights)
+    gradients = torch.autograd.grad(output, [x, weights, *experts.parameters()], incoming.to(output))
+    return [output.detach(), *gradients]
