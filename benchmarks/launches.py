@@ -32,6 +32,8 @@ FAMILIES = {
         "Qwen3MoeForCausalLM",
         {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 384},
     ),
+    "mixtral": ("MixtralForCausalLM", {"num_local_experts": 8, "num_experts_per_tok": 2}),
+    "gpt_oss": ("GptOssForCausalLM", {"num_local_experts": 8, "num_experts_per_tok": 2}),
 }
 
 

@@ -76,6 +76,8 @@ def device_kernel(label: str, function: Callable[..., Any], op: torch._ops.OpOve
         out = over(from_host, function(*over(to_host, args), **host_kwargs))
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         written = [*fresh, *(t for name in mutated if name in given for t in tensors(given[name]))]
+        if label == "npu_grouped_matmul" and given.get("group_type") == 0:
+            given["weight"] = _weights_of_groups_with_rows(given)
         read = [t for name, value in given.items() if name not in overwritten for t in tensors(value)]
         if waits or (label in _COPIES and not all(on_device(t) for t in (*read, *written))):
             accounting.transfer(label)
@@ -84,6 +86,15 @@ def device_kernel(label: str, function: Callable[..., Any], op: torch._ops.OpOve
         return out
 
     return kernel
+
+
+def _weights_of_groups_with_rows(given: dict[str, Any]) -> list[Tensor]:
+    """Of the weights, stacked in one tensor or listed, those that the op reads: a group without rows is passed over."""
+    weights, sizes = given["weight"], host_view(given["group_list"])
+    hit = (sizes if given.get("group_list_type") == 1 else sizes.diff(prepend=sizes.new_zeros(1))) > 0
+    if len(weights) == len(hit):
+        return [weight for weight, with_rows in zip(weights, hit.tolist(), strict=True) if with_rows]
+    return [weight[: int(hit.sum())] for weight in weights]
 
 
 def over(function: Callable[[Any], Any], value: Any) -> Any:

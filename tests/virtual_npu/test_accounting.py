@@ -32,6 +32,16 @@ def test_operands_in_a_list_are_each_read_once_and_a_transposed_view_is_no_copy(
     assert counts.moved == {"cat": 4 * 2 * (4 * 6 + 6 * 2)}
 
 
+@pytest.mark.parametrize("listed", [False, True])
+def test_a_grouped_product_reads_the_weights_of_groups_with_rows_only(listed):
+    x, weight = torch.randn(4, 6, device="npu"), torch.randn(5, 6, 2, device="npu")
+    sizes = torch.tensor([1, 0, 3, 0, 0], device="npu")
+    weights = list(weight.unbind(0)) if listed else [weight]
+    with counted() as counts:
+        torch.ops.npu.npu_grouped_matmul([x], weights, group_list=sizes, split_item=2, group_type=0, group_list_type=1)
+    assert counts.moved == {"npu_grouped_matmul": 4 * (4 * 6 + 2 * 6 * 2 + 4 * 2) + 8 * 5}
+
+
 def test_a_mutation_is_a_launch():
     a = torch.randn(4, 6, device="npu")
     with counted() as counts:
