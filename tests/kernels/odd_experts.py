@@ -92,6 +92,23 @@ class Flagged(Plain):
         return out
 
 
+class MayScale(Plain):
+    """With a parameter that few instances have."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.register_parameter("scales", None)
+
+    def forward(self, states, scores, chosen):
+        out = torch.zeros_like(states)
+        mask = F.one_hot(chosen, num_classes=self.num_experts).permute(2, 1, 0)
+        for expert in range(self.num_experts):
+            place, token = torch.where(mask[expert])
+            made = self.expert(states[token], expert) * scores[token, place, None]
+            out.index_add_(0, token, made if self.scales is None else made * self.scales[expert])
+        return out
+
+
 class Dropping(Plain):
     def __init__(self, config):
         super().__init__(config)

@@ -157,6 +157,20 @@ def test_frozen_experts_cost_no_product_for_their_gradient(name):
     assert x.grad is not None
 
 
+@pytest.mark.parametrize("name", PRESENT)
+def test_in_inference_each_product_is_made_once(name):
+    one = built(name)
+    one.module.eval()
+    ids, weights = (torch.cat((t, t)) for t in routed(one))
+    x = torch.cat((hidden_states(one), hidden_states(one, seed=1)))
+    with torch.inference_mode(), Fused() as calls:
+        found = one.module(**arguments(one, x, ids, weights))
+        assert calls.calls == forward_calls(name)
+        expected = ORIGINAL[name](one.module, **arguments(one, x, ids, weights))
+    assert found.shape == expected.shape
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", [name for name in PRESENT if name in MASKED])
 @pytest.mark.parametrize("training", [True, False])
 def test_an_id_that_names_no_expert_contributes_nothing(name, training):
@@ -408,3 +422,15 @@ def test_a_flag_of_the_instance_is_asked_at_each_call(odd):
             found = experts(*inputs)
         assert calls.calls["npu_grouped_matmul"] == count
         torch.testing.assert_close(found, odd_experts.Flagged.forward(experts, *inputs))
+
+
+def test_a_parameter_that_few_instances_have_is_looked_for_at_each_call(odd):
+    row, cls = odd(odd_experts.MayScale)
+    assert row.state == PATCHED
+    experts, inputs = cls(odd_experts.Config), odd_experts.inputs()
+    for scales, count in ((None, 2), (nn.Parameter(torch.rand(4)), 0)):
+        experts.scales = scales
+        with Fused() as calls:
+            found = experts(*inputs)
+        assert calls.calls["npu_grouped_matmul"] == count
+        torch.testing.assert_close(found, odd_experts.MayScale.forward(experts, *inputs))

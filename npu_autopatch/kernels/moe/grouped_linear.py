@@ -103,11 +103,15 @@ def _computing(
             if getattr(self, attribute) != weight.size(0):
                 return None
         for attribute, value in fixed:
-            if getattr(self, attribute) != value:
+            if getattr(self, attribute) is not value and (value is None or getattr(self, attribute) != value):
                 return None
         tail = None
         if listed:
-            if type(counts) is not list or len(counts) != weight.size(0) or sum(counts) != x.size(0):
+            if type(counts) is not list or len(counts) != weight.size(0):
+                return None
+            if torch.compiler.is_compiling():  # where the counts may be no numbers yet, and a cut by them is checked
+                torch._check(sum(counts) == x.size(0))
+            elif sum(counts) != x.size(0):
                 return None
             counts = torch.tensor(counts, dtype=torch.int64, device=x.device)
         else:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from npu_autopatch.kernels.base import renamed
 from npu_autopatch.kernels.moe.experts import Select
@@ -142,9 +143,9 @@ def _routed(variant: Variant, select: Select, ops: Ops, devices: tuple[str, ...]
         rows, order = permute(tokens, ids)
         counts = counts_of(ids, count)
         tail = torch.arange(rows.size(0), device=x.device).unsqueeze(1) >= counts.sum() if past else None
-        if identity:
-            first = first[:count]
-        made = grouped_linear(rows, first, counts, first_bias, first_transposed, tail)
+        # what the identity experts have of the first weight is of no use, and stays where it is
+        counted = functional.pad(counts, (0, first.size(0) - count)) if identity else counts
+        made = grouped_linear(rows, first, counted, first_bias, first_transposed, tail)
         other = None if second is None else grouped_linear(rows, second, counts, None, first_transposed, tail)
         rows = grouped_linear(between(self, holder, made, other), down, counts, down_bias, down_transposed, tail)
         if dense:
@@ -216,7 +217,7 @@ def _reader(variant: Variant) -> Callable[[Any, Tensor], Held | None]:
             ):
                 return None
         for name, value in fixed:
-            if getattr(self, name) != value:
+            if getattr(self, name) is not value and (value is None or getattr(self, name) != value):
                 return None
         first, down = getattr(holder, layout.first), getattr(holder, layout.down)
         second = getattr(holder, layout.second) if layout.second else None
@@ -225,6 +226,7 @@ def _reader(variant: Variant) -> Callable[[Any, Tensor], Held | None]:
         if (
             not legal(x, first, first_bias)
             or not legal(x, down, down_bias)
+            or (layout.first_bias and (first_bias is None or down_bias is None))
             or (second is not None and not legal(x, second))
         ):
             return None

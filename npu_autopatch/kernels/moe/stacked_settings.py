@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 from typing import Any
 
+from torch import nn
+
 from npu_autopatch.kernels import probing
 from npu_autopatch.kernels.moe import tiny
 from npu_autopatch.kernels.moe.proof import Unproved
@@ -13,12 +15,14 @@ from npu_autopatch.kernels.moe.proof import Unproved
 Guards = tuple[tuple[tuple[str, str], ...], tuple[tuple[str, Any], ...]]
 
 
-def guards(owner: Any, names: Container[str], sizes: dict[str, int], unmoved: Callable[[], bool]) -> Guards:
+def guards(owner: nn.Module, names: Container[str], sizes: dict[str, int], unmoved: Callable[[], bool]) -> Guards:
     """The attributes of `owner`, of those in `names`, on which the output depends; `unmoved` says if it is as before.
 
     Raises `Unproved` for one that no call can check.
     """
-    measured, fixed = [], []
+    measured: list[tuple[str, str]] = []
+    absent = {**owner._parameters, **owner._buffers, **owner._modules}
+    fixed: list[tuple[str, Any]] = [(name, None) for name, part in absent.items() if part is None and name in names]
     for name, value in probing.settings_of(owner).items():
         if name not in names or not _matters(owner, name, value, value in sizes.values(), unmoved):
             continue
