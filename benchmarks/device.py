@@ -12,11 +12,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from transformers import Glm4Config, Qwen3Config
+from transformers import Glm4Config, Qwen3Config, Qwen3MoeConfig
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.glm4 import modeling_glm4
 from transformers.models.qwen2_vl import modeling_qwen2_vl
 from transformers.models.qwen3 import modeling_qwen3
+from transformers.models.qwen3_moe import modeling_qwen3_moe
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
 import npu_autopatch
@@ -72,8 +73,23 @@ def rotary() -> Iterator[Case]:
     yield "qwen2_vl vision", "4096x16x80", lambda: modeling_qwen2_vl.apply_rotary_pos_emb_vision, (q, k, *tables)
 
 
+def experts() -> Iterator[Case]:
+    """Of Qwen3-30B-A3B, in transformers 5 by what a model runs, and what it runs in generation, without a patch."""
+    config = Qwen3MoeConfig(hidden_size=2048, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8)
+    for implementation in ("grouped_mm", "batched_mm"):
+        config._experts_implementation = implementation
+        layer = modeling_qwen3_moe.Qwen3MoeExperts(config)
+        for parameter in layer.parameters():
+            torch.nn.init.normal_(parameter, std=0.02)
+        layer = layer.to(torch.bfloat16).to("npu")
+        for tokens in (1, 4096) if implementation == "grouped_mm" else (1,):
+            scores, ids = torch.rand(tokens, 128, device="npu").topk(8)
+            inputs = (random(tokens, 2048), ids, scores.to(torch.bfloat16).requires_grad_())
+            yield f"qwen3_moe experts, {implementation}", f"{tokens}x2048", lambda layer=layer: layer, inputs
+
+
 def rows() -> Iterator[tuple[str, ...]]:
-    for cases in (norms, mlps, rotary):
+    for cases in (norms, mlps, rotary, experts):
         for name, shape, current, inputs in cases():
 
             def forward(current: Callable[..., object] = current, inputs: tuple[Tensor, ...] = inputs) -> None:
