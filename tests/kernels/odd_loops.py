@@ -187,6 +187,35 @@ class Sorted(Block):
         return rows * 0
 
 
+class Branching(Block):
+    """In training it repeats the rows and loops, in evaluation another method does; what is shared comes after both."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.shared = MLP(config)
+        self.ep_size, self.ep_rank, self.experts_per_rank = 1, 0, config.num_experts
+
+    def forward(self, hidden_states):
+        identity = hidden_states
+        shape = hidden_states.shape
+        logits, ids, weights = self.route(hidden_states.view(-1, shape[-1]))
+        hidden_states = hidden_states.view(-1, shape[-1])
+        flat = ids.view(-1)
+        if self.training:
+            hidden_states = hidden_states.repeat_interleave(self.top_k, dim=0)
+            y = torch.empty_like(hidden_states)
+            for index, expert in enumerate(self.experts):
+                y[flat == index] = expert(hidden_states[flat == index])
+            y = (y.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(dim=1)
+            y = y.to(hidden_states.dtype).view(shape)
+        else:
+            y = self.infer(hidden_states, ids, weights).view(shape)
+        y = y + self.shared(identity)
+        return y, logits
+
+    infer = Sorted.infer
+
+
 class Clamped(Block):
     """The experts' outputs are clamped where they are large."""
 

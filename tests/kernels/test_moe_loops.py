@@ -493,6 +493,52 @@ def _ran(match, block, given):
         return None
 
 
+@pytest.fixture
+def branching():
+    """A block whose loop is in one branch and in a method that the other calls, both proved; a run of it."""
+    both = {site.attribute: proved(site).replacement for site in loops.find(odd_loops) if _branches(site)}
+    block = built(next(filter(_branches, loops.find(odd_loops))))
+    with pytest.MonkeyPatch.context() as patch:
+        for attribute, replacement in both.items():
+            patch.setattr(odd_loops.Branching, attribute, replacement)
+        yield block, both["forward"].__wrapped__
+
+
+def _branches(site):
+    return site.owner is odd_loops.Branching
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_loop_in_a_branch_is_fused_where_the_branch_is_taken(training, branching):
+    block, original = branching
+    block.train(training)
+    x = torch.randn(2, 3, block.gate.in_features)
+    with Fused() as fused:
+        mine = run(odd_loops.Branching.forward, block, {"hidden_states": x})
+    assert fused.calls["npu_grouped_matmul"] == (9 if training else 3)  # in evaluation it does not learn
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(odd_loops.Branching, "infer", odd_loops.Sorted.infer)
+        theirs = run(original, block, {"hidden_states": x})
+    for name, right in theirs.items():
+        if right is None:
+            assert mine[name] is None or not mine[name].any()
+        else:
+            close(mine[name], right)
+
+
+def test_a_loop_that_reads_how_many_experts_a_token_has_is_held_to_it(branching, monkeypatch):
+    block, original = branching
+    block.train()
+    x = torch.randn(1, 3, block.gate.in_features)
+    monkeypatch.setattr(block, "route", lambda x: (x, torch.ones(3, 2, dtype=torch.int64), torch.ones(3, 2)))
+    raised = []
+    for forward in (odd_loops.Branching.forward, original):
+        with pytest.raises(IndexError) as error:
+            forward(block, x)
+        raised.append(str(error.value))
+    assert raised[0] == raised[1]
+
+
 def test_gradient_checkpointing_gives_the_same_gradients(matches):
     match, block = matches["odd.Masked"], built(FOUND["odd.Masked"])
     x = torch.randn(2, 3, block.gate.in_features, requires_grad=True)

@@ -24,7 +24,7 @@ from npu_autopatch.kernels.moe.experts import selector_of, unselected
 from npu_autopatch.kernels.moe.loops import experts
 from npu_autopatch.kernels.moe.loops.cut import Cut, Loop, cut
 from npu_autopatch.kernels.moe.loops.exact import Bank
-from npu_autopatch.kernels.moe.loops.probe import Inputs, loops, observed, possible, recognised
+from npu_autopatch.kernels.moe.loops.probe import Inputs, loops, observed, possible, recognised, with_branch
 from npu_autopatch.kernels.moe.loops.proof import OtherDtype, Proof
 from npu_autopatch.kernels.moe.loops.replacement import replacement
 from npu_autopatch.kernels.moe.loops.source import Source, read, undecorated
@@ -117,6 +117,9 @@ class _Block:
         """Raises `Unproved`."""
         self.source, self.instance = source, instance
         found = loops(source, instance)
+        if not found:
+            self.source = source = with_branch(source, instance)
+            found = loops(source, instance)
         if len(found) != 1:
             raise Unproved("no loop over a list of modules is among its statements" if not found else "it loops twice")
         self.place, self.attribute = found[0]
@@ -161,13 +164,14 @@ class _Block:
     def proved(self, select: Any, devices: tuple[str, ...]) -> Match:
         """Raises `Unproved`."""
         loop, variant, reference = self.loop, self.variant, grouped_matmul.REFERENCE
-        settings = _settings(self.cut, self.instance, self.bank)
+        most = loop.before[loop.roles.ids].size(-1)
+        settings, chosen = _settings(self.cut, self.instance, self.bank, most)
         gather = experts.gathered(variant, self.cls, self.forward, unselected)
         collect = experts.collector(loop.attribute, settings, gather, reference, ("cpu",))
         function = self.source.slot
         for wide in (False, True):
             fused = experts.fused(variant, reference, wide)
-            replaced = replacement(loop, self.cut, self.inputs, collect, fused, _turned_away)
+            replaced = replacement(loop, self.cut, self.inputs, collect, fused, _turned_away, chosen)
             try:
                 Proof(self.instance, loop, variant, gather, fused).prove(function, replaced, self.inputs)
                 break
@@ -179,11 +183,18 @@ class _Block:
         gather = experts.gathered(variant, self.cls, self.forward, select)
         collect = experts.collector(loop.attribute, settings, gather, available, devices)
         fused = experts.fused(variant, available, wide)
-        return Match(f"listed: {variant}", replacement(loop, self.cut, self.inputs, collect, fused, function))
+        replaced = replacement(loop, self.cut, self.inputs, collect, fused, function, chosen)
+        return Match(f"listed: {variant}", replaced)
 
 
-def _settings(cut: Cut, instance: nn.Module, bank: Bank) -> Callable[[Any, int, int], bool]:
-    """Whether an instance has what the loop depended on as the probe had it, given its experts and hidden size."""
+def _settings(
+    cut: Cut, instance: nn.Module, bank: Bank, most: int
+) -> tuple[Callable[[Any, int, int], bool], list[tuple[str, ...]]]:
+    """Whether an instance has what the loop depended on as the probe had it, given its experts and hidden size.
+
+    And the numbers that were as many as the experts of a token.
+    """
+    chosen: list[tuple[str, ...]] = []
     counts: list[tuple[str, ...]] = []
     widths: list[tuple[str, ...]] = []
     constants: list[tuple[tuple[str, ...], Any]] = []
@@ -195,6 +206,8 @@ def _settings(cut: Cut, instance: nn.Module, bank: Bank) -> Callable[[Any, int, 
             counts.append(chain)
         elif isinstance(value, int) and value == bank.hidden:
             widths.append(chain)
+        elif isinstance(value, int) and value == most:
+            chosen.append(chain)
         else:
             raise Unproved(f"its loop depends on self.{'.'.join(chain)}")
 
@@ -207,7 +220,7 @@ def _settings(cut: Cut, instance: nn.Module, bank: Bank) -> Callable[[Any, int, 
                 return False
         return all(_value(self, chain) == value for chain, value in constants)
 
-    return settings
+    return settings, chosen
 
 
 def _value(instance: Any, chain: tuple[str, ...]) -> Any:

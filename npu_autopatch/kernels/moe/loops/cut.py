@@ -77,7 +77,7 @@ def cut(loop: Loop) -> Cut:
         raise Unproved(f"what its loop does to {', '.join(sorted(left))} is used after it")
     kept, dropped = _without_dead(loop, live | {roles.hidden, roles.ids, roles.weights, me})
     slice_, names = _slice(loop, (*dropped, *gone))
-    found = chains(me, *slice_, *dropped, *gone)
+    found = chains(me, *slice_, *dropped, *gone, *loop.source.assumed)
     if used := sorted(".".join((me, *chain)) for chain, is_used in found.items() if is_used):
         raise Unproved(f"its loop depends on {', '.join(used)}")
     globals_ = loop.source.function.__globals__
@@ -139,9 +139,9 @@ def _taken(statement: ast.stmt, loop: Loop) -> ast.stmt:
     """What is left of a branch that was not taken: its test, where that reads nothing but the instance."""
     if not isinstance(statement, ast.If) or statement.orelse or reads(statement.test) - {loop.source.me}:
         return statement
-    test = ast.Expression(statement.test)
-    is_taken = eval(compile(test, "", "eval"), loop.source.function.__globals__, dict(loop.seen[0]))
-    return statement if is_taken else ast.copy_location(ast.Expr(statement.test), statement)
+    if loop.source.holds(statement.test, loop.seen[0][loop.source.me]):
+        return statement
+    return ast.copy_location(ast.Expr(statement.test), statement)
 
 
 def _pure(value: ast.expr, loop: Loop) -> bool:

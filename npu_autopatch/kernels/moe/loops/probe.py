@@ -95,6 +95,7 @@ def observed(source: Source, instance: nn.Module, inputs: dict[str, Tensor]) -> 
         found.append({name: _copy(value, copies) for name, value in values.items() if not name.startswith(_SEEN)})
 
     function = source.compiled(body, {_SEEN: look, f"{_SEEN}_values": locals})
+    torch.default_generator.manual_seed(1)  # what it draws, too, is the same each time; `undisturbed` puts it back
     function(instance, **inputs)
     return found
 
@@ -117,14 +118,33 @@ def _copy(value: Any, copies: dict[int, tuple[int, Tensor, Tensor]]) -> Any:
 
 def loops(source: Source, instance: nn.Module) -> list[tuple[int, str]]:
     """The loops at the top of the body, by place, over a list of modules, by attribute."""
-    found = []
+    lists = ((place, _looped(statement, source.me, instance)) for place, statement in enumerate(source.body))
+    return [(place, attribute) for place, attribute in lists if attribute]
+
+
+def _looped(statement: ast.stmt, me: str, instance: nn.Module) -> str:
+    """The list of modules that the statement loops over; empty if it is no loop, or over none."""
+    if not isinstance(statement, ast.For):
+        return ""
+    names = {chain[0] for chain in chains(me, statement) if chain}
+    lists = [name for name in names if isinstance(getattr(instance, name, None), nn.ModuleList)]
+    return lists[0] if len(lists) == 1 else ""
+
+
+def with_branch(source: Source, instance: nn.Module) -> Source:
+    """The source through the branch that loops over a list of modules, if an instance decides on it by itself.
+
+    The instance is left in the mode, training or evaluation, that takes the branch.
+    """
     for place, statement in enumerate(source.body):
-        if isinstance(statement, ast.For):
-            names = {chain[0] for chain in chains(source.me, statement) if chain}
-            lists = [name for name in names if isinstance(getattr(instance, name, None), nn.ModuleList)]
-            if len(lists) == 1:
-                found.append((place, lists[0]))
-    return found
+        if not isinstance(statement, ast.If) or reads(statement.test) != {source.me}:
+            continue
+        for mode in (True, False):
+            instance.train(mode)
+            taken = source.through(place, instance)
+            if loops(taken, instance):
+                return taken
+    return source
 
 
 def recognised(source: Source, place: int, attribute: str, seen: list[dict[str, Any]], bank: Bank) -> Loop:

@@ -10,7 +10,7 @@ import itertools
 import linecache
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import CellType, CodeType, FunctionType
 from typing import Any, cast
 
@@ -26,13 +26,28 @@ RETURNED = "_npu_autopatch_returned"
 class Source:
     """A function and its statements, none of which returns more than a name where it is the last.
 
-    `slot` is what its class has: `function` itself, or what ``@torch.no_grad()`` made of it.
+    `slot` is what its class has: `function` itself, or what ``@torch.no_grad()`` made of it. `assumed` are the tests,
+    of the instance alone, that decided which branches `body` goes through.
     """
 
     slot: FunctionType
     function: FunctionType
     definition: ast.FunctionDef
     body: tuple[ast.stmt, ...]
+    assumed: tuple[ast.expr, ...] = ()
+
+    def through(self, place: int, instance: Any) -> Source:
+        """The source with the branch of the ``if`` at `place` that `instance` takes in its stead."""
+        branch = self.body[place]
+        assert isinstance(branch, ast.If)
+        taken = branch.body if self.holds(branch.test, instance) else branch.orelse
+        body = _named([*self.body[:place], *taken, *self.body[place + 1 :]])
+        return replace(self, body=tuple(body), assumed=(*self.assumed, branch.test))
+
+    def holds(self, test: ast.expr, instance: Any) -> bool:
+        """Whether a test that reads nothing but the instance holds for this one."""
+        code = compile(ast.Expression(test), self.function.__code__.co_filename, "eval")
+        return bool(eval(code, self.function.__globals__, {self.me: instance}))
 
     def in_slot(self, function: FunctionType) -> FunctionType:
         """`function` as what goes into the slot: decorated as the original was."""
@@ -89,7 +104,7 @@ def read(function: Any) -> Source:
         same = False
     if not same:
         raise Unproved("its source cannot be read, or is not what is run")
-    return Source(slot, function, definition, tuple(_body(definition)))
+    return Source(slot, function, definition, tuple(_named(definition.body)))
 
 
 def undecorated(function: FunctionType) -> FunctionType:
@@ -118,11 +133,11 @@ def _parsed(text: str, line: int) -> ast.FunctionDef:
     return definition
 
 
-def _body(definition: ast.FunctionDef) -> list[ast.stmt]:
+def _named(body: list[ast.stmt]) -> list[ast.stmt]:
     """What is returned at the end gets a name first, so that it can be looked at."""
-    *others, last = definition.body
+    *others, last = body
     if not isinstance(last, ast.Return) or last.value is None or isinstance(last.value, ast.Name):
-        return definition.body
+        return body
     named = ast.copy_location(ast.Assign([ast.Name(RETURNED, ast.Store())], last.value), last)
     returned = ast.copy_location(ast.Return(ast.Name(RETURNED, ast.Load())), last)
     return [*others, *map(ast.fix_missing_locations, (named, returned))]
