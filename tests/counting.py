@@ -17,5 +17,6 @@ class Fused(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function.namespace == "npu":
-            self.calls[function.__name__.partition(".")[0]] += 1
+            # torch_npu itself runs some of them under their name with an underscore before it
+            self.calls[function.__name__.partition(".")[0].removeprefix("_")] += 1
         return function(*args, **(kwargs or {}))
