@@ -284,7 +284,7 @@ class Dropping(Block):
         out = torch.zeros_like(x)
         for index in range(len(self.experts)):
             token, slot = torch.where(ids == index)
-            token, slot = token[:12], slot[:12]
+            token, slot = token[:13], slot[:13]
             out.index_add_(0, token, self.experts[index](x[token]) * weights[token, slot, None])
         return out
 

@@ -58,11 +58,16 @@ class Inputs:
         return {name: given[kind].clone() for name, kind in self.kinds.items()}
 
 
-def chosen(tokens: int, experts: int) -> Tensor:
-    """Experts for each token, no order among them, the second unhit: int64 [tokens, TOP_K]."""
+def chosen(tokens: int, experts: int, most: int = TOP_K, crowded: bool = False) -> Tensor:
+    """Experts for each token, no order among them, the second unhit: int64 [tokens, most].
+
+    If `crowded`, the first is hit by every token, where that leaves another for them.
+    """
     scores = probing.samples(tokens, experts, seed=4).clone()
     scores[:, 1] = -100.0
-    return scores.topk(min(TOP_K, experts), sorted=False).indices
+    if crowded and most > 1:
+        scores[:, 0] = 100.0
+    return scores.topk(min(most, experts), sorted=False).indices
 
 
 def possible(source: Source) -> Iterator[Inputs]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,8 +12,8 @@ from npu_autopatch.kernels import probing
 from npu_autopatch.kernels.moe.loops.cut import Loop
 from npu_autopatch.kernels.moe.loops.exact import Bank, combined
 from npu_autopatch.kernels.moe.loops.experts import Fused, Gather
-from npu_autopatch.kernels.moe.loops.probe import Inputs, chosen, observed
-from npu_autopatch.kernels.moe.loops.replacement import region
+from npu_autopatch.kernels.moe.loops.probe import Inputs, chosen
+from npu_autopatch.kernels.moe.loops.replacement import region, routing_of
 from npu_autopatch.kernels.swiglu.trace import Unproved
 from npu_autopatch.kernels.swiglu.variant import Variant
 
@@ -25,17 +24,6 @@ _CLOSE = {torch.float32: 1e-4, torch.bfloat16: 0.06}
 
 class OtherDtype(Unproved):
     """The function returns another dtype, unless the sum has the one of the weights."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """The inputs of the loop: dtypes of hidden states and weights, the scale of the former, who goes where."""
-
-    hidden: torch.dtype
-    weights: torch.dtype
-    scale: float
-    crowded: bool  # every token to the same experts
-    gradients: bool
 
 
 class Proof:
@@ -55,28 +43,24 @@ class Proof:
         bank = Bank.of(self.experts, self.variant)
         assumed = self.instance.training if self.loop.source.assumed else None
         self._whole(whole, assumed is not False, function, replaced, inputs, bank)
-        self._sum(Case(whole, whole, 60.0, True, False), bank)
-        self._sum(Case(whole, whole, 1.0, False, True), bank)
+        self._sum(whole, whole, bank, gradients=False)
         self.instance.to(half)
         bank = Bank.of(self.experts, self.variant)
-        self._sum(Case(half, half, 60.0, True, False), bank)
         if self.loop.region == 0:  # its caller decides
-            self._sum(Case(half, half, 1.0, False, False), bank)
-            self._sum(Case(half, whole, 60.0, True, False), bank)
-        self._sum(Case(half, self._weights_of(half, function, inputs, bank), 1.0, False, True), bank)
+            self._sum(half, half, bank, gradients=False)
+        self._sum(half, self._weights_of(half, inputs, bank), bank, gradients=True)
         self._whole(half, assumed is True, function, replaced, inputs, bank)
 
-    def _weights_of(self, dtype: torch.dtype, function: Any, inputs: Inputs, bank: Bank) -> torch.dtype:
+    def _weights_of(self, dtype: torch.dtype, inputs: Inputs, bank: Bank) -> torch.dtype:
         """The dtype of routing weights where hidden states have `dtype`. Routers stay in fp32 that insist on it."""
         if self.loop.region == 0:
             return torch.float32
+        routing = routing_of(self.loop)
         for again in (False, True):
-            given = _in(dtype, inputs.values(bank.hidden, bank.experts))
             try:
                 with torch.no_grad():
-                    seen = observed(self.loop.source, self.instance, given)
-                found: Tensor = seen[self.loop.start][self.loop.roles.weights]
-                return found.dtype
+                    weights: Tensor = routing(self.instance, **_in(dtype, inputs.values(bank.hidden, bank.experts)))
+                return weights.dtype
             except RuntimeError as error:
                 if again:
                     words = str(error).partition("\n")[0]
@@ -86,18 +70,19 @@ class Proof:
                     child.float()
         raise AssertionError
 
-    def _sum(self, case: Case, bank: Bank) -> None:
+    def _sum(self, dtype: torch.dtype, of_weights: torch.dtype, bank: Bank, gradients: bool) -> None:
+        """One half of the tokens is at scale 60, all have one expert in common, another has none."""
         names, roles = dict(self.loop.seen[self.loop.region]), self.loop.roles
         hidden, weights, ids = (names[name] for name in (roles.hidden, roles.weights, roles.ids))
-        most = ids.size(1)
-        ids = ids[:1].expand_as(ids).contiguous() if case.crowded else chosen(ids.size(0), bank.experts)[:, :most]
-        given = (hidden * case.scale).to(case.hidden), weights.to(case.weights)
-        leaves = [t.clone().requires_grad_(case.gradients) for t in given]
-        exact_leaves = [t.double().requires_grad_(case.gradients) for t in given]
-        where = f"in {case.hidden} at scale {case.scale:g}".replace("torch.", "")
+        ids = chosen(ids.size(0), bank.experts, ids.size(1), crowded=True)
+        scale = torch.where(torch.arange(hidden.numel()) < hidden.numel() // 2, 1.0, 60.0).view(hidden.shape)
+        given = (hidden * scale).to(dtype), weights.to(of_weights)
+        leaves = [t.clone().requires_grad_(gradients) for t in given]
+        exact_leaves = [t.double().requires_grad_(gradients) for t in given]
+        where = f"in {dtype}".replace("torch.", "")
         names.update({n: leaves[0].view(x.shape) for n, x in names.items() if _shows(x, hidden)})
         names.update({roles.hidden: leaves[0], roles.weights: leaves[1], roles.ids: ids})
-        with torch.set_grad_enabled(case.gradients):
+        with torch.set_grad_enabled(gradients):
             try:
                 theirs = self.region(**names)
             except Exception as error:
@@ -108,10 +93,10 @@ class Proof:
                 raise Unproved("its experts are not alike, or not of plain linear layers")
             mine = self.fused(parts, leaves[0], ids, leaves[1]).to(theirs.dtype)
             exact = combined(bank.outputs(exact_leaves[0].flatten(0, -2)), ids, exact_leaves[1]).view(mine.shape)
-        _compare("sum over experts", mine, theirs, exact, case.hidden, where)
-        if case.gradients:
+        _compare("sum over experts", mine, theirs, exact, dtype, where)
+        if gradients:
             parameters = [p for e in self.experts for p in e.parameters()]
-            self._gradients((mine, theirs, exact), leaves, exact_leaves, parameters, bank, case.hidden, where)
+            self._gradients((mine, theirs, exact), leaves, exact_leaves, parameters, bank, dtype, where)
 
     def _gradients(
         self,
@@ -235,8 +220,7 @@ def _same(one: Any, other: Any, dtype: torch.dtype, where: str) -> None:
 
 def _compare(what: str, mine: Tensor, theirs: Tensor, exact: Tensor, dtype: torch.dtype, where: str) -> None:
     """Values by the size of their row; gradients, which are sums that cancel, by that of their matrix."""
-    size = exact.detach().abs()
-    size = size.amax((-2, -1) if "gradient" in what else -1, keepdim=True).expand_as(exact)
+    size = exact.detach().abs().amax((-2, -1) if "gradient" in what else -1, keepdim=True)
     unit = probing.ulp(size.clamp_min(float(size.max()) * 2**-20), dtype)  # of some rows nothing is left
     same = mine.dtype is theirs.dtype and mine.shape == theirs.shape
     if not same or not _no_worse(mine.detach(), theirs.detach(), exact.detach(), unit):

@@ -69,6 +69,13 @@ def region(loop: Loop) -> FunctionType:
     return loop.source.compiled([*body, returned], {}, tuple(loop.seen[loop.region]))
 
 
+def routing_of(loop: Loop) -> FunctionType:
+    """The statements before the loop, with the routing weights for a result."""
+    source = loop.source
+    returned = _placed(ast.Return(_name(loop.roles.weights)), source.body[loop.start])
+    return source.compiled([*source.body[: loop.start], returned], {})
+
+
 def _defaults(function: FunctionType) -> dict[str, Any]:
     code = function.__code__
     values = function.__defaults__ or ()

@@ -97,7 +97,7 @@ def read(function: Any) -> Source:
     linecache.checkcache(code.co_filename)
     lines = linecache.getlines(code.co_filename, function.__globals__)[code.co_firstlineno - 1 :]
     try:
-        definition = _parsed("".join(inspect.getblock(lines)), code.co_firstlineno)
+        definition = _parsed(_block(lines, code), code.co_firstlineno)
         plain = ast.FunctionDef(definition.name, _undefaulted(definition.args), definition.body, [])
         same = _alike(_code(plain, code, (), _owner(function)), code)
     except (SyntaxError, StopIteration, IndexError, ValueError):
@@ -105,6 +105,14 @@ def read(function: Any) -> Source:
     if not same:
         raise Unproved("its source cannot be read, or is not what is run")
     return Source(slot, function, definition, tuple(_named(definition.body)))
+
+
+def _block(lines: list[str], code: CodeType) -> str:
+    """The lines of a function, those of its last expression included, of which Python 3.10 knows the first alone."""
+    if sys.version_info < (3, 11):
+        return "".join(inspect.getblock(lines))
+    last = max(end or 0 for _, end, _, _ in code.co_positions())
+    return "".join(lines[: last - code.co_firstlineno + 1])
 
 
 def undecorated(function: FunctionType) -> FunctionType:
