@@ -18,7 +18,7 @@ def inputs():
 
 
 class Plain(nn.Module):
-    """Up first, interleaved, routing weights before ids."""
+    """Up first, routing weights before ids, one weight turned."""
 
     def __init__(self, config):
         super().__init__()
@@ -124,19 +124,19 @@ class Dropping(Plain):
         return out
 
 
-class Norm(Plain):
-    """A norm whose weight is one at first."""
+class PassingOn(Plain):
+    """What its experts make goes through a child that does nothing here, and something in other instances."""
 
     def __init__(self, config):
         super().__init__(config)
-        self.norm = nn.Sequential()
+        self.after = nn.Sequential()
 
     def forward(self, states, scores, chosen):
         out = torch.zeros_like(states)
         mask = F.one_hot(chosen, num_classes=self.num_experts).permute(2, 1, 0)
         for expert in range(self.num_experts):
             place, token = torch.where(mask[expert])
-            out.index_add_(0, token, self.norm(self.expert(states[token], expert)) * scores[token, place, None])
+            out.index_add_(0, token, self.after(self.expert(states[token], expert)) * scores[token, place, None])
         return out
 
 

@@ -387,7 +387,7 @@ ODD = {
     odd_experts.OnlyInTraining: "in evaluation",
     odd_experts.Writing: "writes to its inputs",
     odd_experts.Twice: "not the stacked weights of two products",
-    odd_experts.Norm: "calls norm",
+    odd_experts.PassingOn: "calls after",
 }
 
 

@@ -105,9 +105,10 @@ def _makes_parameters(cls: type) -> bool:
 
 
 def _constructors(cls: type) -> Iterator[FunctionType]:
+    """Those of models, not of torch's own layers."""
     for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
         init = vars(base).get("__init__")
-        if isinstance(init, FunctionType):
+        if isinstance(init, FunctionType) and not base.__module__.startswith("torch."):
             yield init
 
 
