@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,10 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import npu_autopatch
+from npu_autopatch.kernels import probing
+from npu_autopatch.kernels.moe import proof, stacked
+from npu_autopatch.kernels.moe.stacked_gate import Gate
+from npu_autopatch.kernels.moe.stacked_probe import Probe
 from npu_autopatch.reporting import PATCHED, REFUSED
 from tests.counting import Fused
 from tests.kernels import odd_experts
@@ -376,6 +381,35 @@ def test_every_forward_is_put_back(patched):
         assert all(experts_class(name).forward is forward for name, forward in ours.items())
     assert all(experts_class(name).forward is forward for name, forward in ours.items())
     assert all(forward.__wrapped__ is ORIGINAL[name] for name, forward in ours.items())
+
+
+@pytest.mark.parametrize("name", PRESENT)
+def test_the_proof_rejects_what_the_forward_does_not_compute(name):
+    with probing.undisturbed():
+        probe = Probe(type(built(name).module), ORIGINAL[name])
+        right = probe.variant()
+        layout, gate = right.layout, right.gate
+        wrong = {
+            "gate and up exchanged": right.but(gate=replace(gate, gate_first=not gate.gate_first)),
+            "weights the other way round": right.but(
+                layout=replace(layout, first_transposed=not layout.first_transposed)
+            ),
+            "no clamp": right.but(gate=Gate(gate.split, act="act_fn")),
+            "all ids name experts with weights": right.but(layout=replace(layout, identity=False)),
+            "no bias": right.but(layout=replace(layout, first_bias="", down_bias="")),
+        }
+        stacked._prove(probe, right)
+        for what, variant in wrong.items():
+            same = what == "gate and up exchanged" and gate.method
+            same = same or (what == "no clamp" and not (gate.method or gate.limit))
+            same = same or variant == right
+            if not same:
+                probe.instance.float()
+                if what == "no clamp":
+                    probe.instance.act_fn = nn.SiLU()
+                    probe.instance.limit = 1.0
+                with pytest.raises(proof.Unproved):
+                    stacked._prove(probe, variant)
 
 
 ODD = {
