@@ -23,6 +23,7 @@ from npu_autopatch.kernels.moe import loops, tiny
 from tests.counting import Fused
 from tests.kernels import odd_loops
 from tests.kernels.exact import InDouble, behind, error_in_ulps
+from tests.kernels.odd import patched_copy
 
 MODULE = "transformers.models.{0}.modeling_{0}"
 # Every block of transformers 4.57.6 that loops over a list of gated MLPs; those of 5.x have their experts stacked.
@@ -94,8 +95,12 @@ def emulated():
 
 @pytest.fixture(scope="module")
 def matches():
-    """The match of each block."""
-    return {name: proved(site) for name, site in FOUND.items()}
+    """The match of each block, whose replacement is in its place."""
+    found = {name: proved(site) for name, site in FOUND.items()}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, match in found.items():
+            patch.setattr(FOUND[name].owner, FOUND[name].attribute, match.replacement)
+        yield found
 
 
 def built(site, **given):
@@ -108,7 +113,7 @@ def drawn(site, block, dtype=torch.float32, scale=1.0, seed=0):
     width = next(linear.in_features for linear in block.experts[0].children() if isinstance(linear, nn.Linear))
     generator = torch.Generator().manual_seed(seed)
     x = (torch.randn(2, 7, width, generator=generator) * scale).to(dtype)
-    function = inspect.unwrap(vars(site.owner)[site.attribute])
+    function = inspect.unwrap(vars(site.owner)[site.attribute])  # the original's
     names = list(inspect.signature(function).parameters)[1:]
     if len(names) == 1:
         return {names[0]: x.view(14, width) if site.owner is odd_loops.Halves else x}
@@ -236,10 +241,9 @@ def test_what_is_returned_besides_the_sum_is_the_same_to_the_bit(name, matches):
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_a_patched_block_is_fused_where_models_call_it(name, matches, monkeypatch):
+def test_a_patched_block_is_fused_where_models_call_it(name, matches):
     site = FOUND[name]
     block = built(site)
-    monkeypatch.setattr(site.owner, site.attribute, matches[name].replacement)
     inputs = drawn(site, block)
     with Fused() as fused, torch.no_grad():
         getattr(block, site.attribute)(**inputs)
@@ -458,6 +462,7 @@ def test_an_expert_class_that_the_kernel_swiglu_serves_is_still_fused(handed, mo
     match.replacement.__npu_autopatch__ = match.variant
     monkeypatch.setattr(odd_loops.MLP, "forward", match.replacement)
     assert calls(fused, block, routed(block, IDS["top 1"]))[0] == 3
+    monkeypatch.setattr(odd_loops.Handed, "experts_of", odd_loops.Handed.experts_of.__wrapped__)
     assert isinstance(proved(sites(odd_loops)["Handed"]), Match)
 
 
@@ -501,7 +506,7 @@ def branching():
     with pytest.MonkeyPatch.context() as patch:
         for attribute, replacement in both.items():
             patch.setattr(odd_loops.Branching, attribute, replacement)
-        yield block, both["forward"].__wrapped__
+        yield block, {attribute: replacement.__wrapped__ for attribute, replacement in both.items()}
 
 
 def _branches(site):
@@ -510,15 +515,15 @@ def _branches(site):
 
 @pytest.mark.parametrize("training", [True, False])
 def test_a_loop_in_a_branch_is_fused_where_the_branch_is_taken(training, branching):
-    block, original = branching
+    block, originals = branching
     block.train(training)
     x = torch.randn(2, 3, block.gate.in_features)
     with Fused() as fused:
         mine = run(odd_loops.Branching.forward, block, {"hidden_states": x})
     assert fused.calls["npu_grouped_matmul"] == (9 if training else 3)  # in evaluation it does not learn
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(odd_loops.Branching, "infer", odd_loops.Sorted.infer)
-        theirs = run(original, block, {"hidden_states": x})
+        patch.setattr(odd_loops.Branching, "infer", originals["infer"])
+        theirs = run(originals["forward"], block, {"hidden_states": x})
     for name, right in theirs.items():
         if right is None:
             assert mine[name] is None or not mine[name].any()
@@ -527,12 +532,12 @@ def test_a_loop_in_a_branch_is_fused_where_the_branch_is_taken(training, branchi
 
 
 def test_a_loop_that_reads_how_many_experts_a_token_has_is_held_to_it(branching, monkeypatch):
-    block, original = branching
+    block, originals = branching
     block.train()
     x = torch.randn(1, 3, block.gate.in_features)
     monkeypatch.setattr(block, "route", lambda x: (x, torch.ones(3, 2, dtype=torch.int64), torch.ones(3, 2)))
     raised = []
-    for forward in (odd_loops.Branching.forward, original):
+    for forward in (odd_loops.Branching.forward, originals["forward"]):
         with pytest.raises(IndexError) as error:
             forward(block, x)
         raised.append(str(error.value))
@@ -631,8 +636,30 @@ def test_a_loop_that_does_anything_else_is_refused(name, reason):
     assert proved(sites(odd_loops)[name]).reason.startswith(reason)
 
 
+def test_what_an_instance_has_kept_of_its_class_is_undone_with_it(handed, monkeypatch):
+    block, _, original = handed
+    block.experts_of = block.experts_of  # as transformers does once it has recorded what a router returns
+    inputs = routed(block, IDS["top 1"])
+    assert calls(lambda block, **given: block.experts_of(**given), block, inputs)[0] == 3
+    monkeypatch.setattr(odd_loops.Handed, "experts_of", original)
+    count, mine = calls(lambda block, **given: block.experts_of(**given), block, inputs)
+    assert count == 0 and torch.equal(mine, original(block, **inputs))
+
+
+def test_undo_restores_every_block():
+    names = {f"odd.{name}" for name in ODD}
+    with patched_copy(odd_loops, "moe") as of:
+        rows = {name: of(getattr(odd_loops, name)) for name in ODD}
+        assert {row.name for row, _ in rows.values() if row.state == "patched"} == names
+        block = built(FOUND["odd.Kept"])
+        block.__class__ = rows["Kept"][1]
+        assert hasattr(block.forward, "__wrapped__")
+    assert not hasattr(block.forward, "__wrapped__")
+
+
 def test_a_function_whose_source_is_not_what_runs_is_refused(monkeypatch):
-    handed = odd_loops.Handed.experts_of
+    handed = inspect.unwrap(odd_loops.Handed.experts_of)
+    monkeypatch.setattr(odd_loops.Handed, "experts_of", handed)
     other = handed.__code__.replace(co_firstlineno=odd_loops.Twice.experts_of.__code__.co_firstlineno)
     monkeypatch.setattr(handed, "__code__", other)
     assert proved(sites(odd_loops)["Handed"]).reason == "its source cannot be read, or is not what is run"

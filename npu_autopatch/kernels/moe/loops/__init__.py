@@ -103,7 +103,7 @@ def prove(site: Site, devices: tuple[str, ...]) -> Match | Refusal:
         source = read(original)
         instance = tiny.build(cls, ep_size=1)  # one process, where remote code asks how many
         block = _Block(source, instance)
-        return block.proved(selector_of(cls), devices)
+        return block.proved(site, selector_of(cls), devices)
     except probing.BuildError as error:
         return Refusal(str(error) if _names_gated(init) else f"its constructor names no gated MLP, and {error}")
     except Unproved as unproved:
@@ -161,7 +161,7 @@ class _Block:
                 failed = failed or Unproved(f"it fails on a probe: {type(error).__name__}: {words}")
         raise failed or Unproved("it takes more than hidden states, chosen experts and their weights")
 
-    def proved(self, select: Any, devices: tuple[str, ...]) -> Match:
+    def proved(self, site: Site, select: Any, devices: tuple[str, ...]) -> Match:
         """Raises `Unproved`."""
         loop, variant, reference = self.loop, self.variant, grouped_matmul.REFERENCE
         most = loop.before[loop.roles.ids].size(-1)
@@ -181,7 +181,8 @@ class _Block:
             self.instance.float()
         available = grouped_matmul.op()
         gather = experts.gathered(variant, self.cls, self.forward, select)
-        collect = experts.collector(loop.attribute, settings, gather, available, devices)
+        slot = (site.owner, site.attribute, function)
+        collect = experts.collector(loop.attribute, settings, gather, available, devices, slot)
         fused = experts.fused(variant, available, wide)
         replaced = replacement(loop, self.cut, self.inputs, collect, fused, function, chosen)
         return Match(f"listed: {variant}", replaced)

@@ -132,9 +132,18 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def collector(
-    attribute: str, settings: Callable[[Any, int, int], bool], gather: Gather, ops: Ops, devices: tuple[str, ...]
+    attribute: str,
+    settings: Callable[[Any, int, int], bool],
+    gather: Gather,
+    ops: Ops,
+    devices: tuple[str, ...],
+    slot: tuple[type, str, Any] | None = None,
 ) -> Callable[..., Parts | None]:
-    """The guard: what the experts in `attribute` hold, if this call with the hidden states `x` may be fused."""
+    """The guard: what the experts in `attribute` hold, if this call with the hidden states `x` may be fused.
+
+    Where the class's attribute in `slot` has the original again, none may: transformers leaves what it found in the
+    class in each instance whose outputs it has recorded.
+    """
     traces = ops.traces
 
     def collect(self: Any, x: Tensor, ids: Tensor | None = None, weights: Tensor | None = None) -> Parts | None:
@@ -146,6 +155,7 @@ def collector(
             or transformed()
             or torch.is_autocast_enabled(x.device.type)
             or not (traces or not torch.is_grad_enabled() or not torch.compiler.is_compiling())
+            or (slot is not None and getattr(slot[0], slot[1]) is slot[2])
         ):
             return None
         experts = self._modules.get(attribute)
