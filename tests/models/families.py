@@ -38,8 +38,8 @@ _EVEN = {"hidden_size": 96}  # where a head is hidden_size / num_attention_heads
 class Family:
     """An architecture, what its config has besides the usual sizes, and the fused calls of one pass.
 
-    `rotations` are of one tensor each. `gated` are products of an MLP; `in_experts` those of experts that are modules,
-    as they are in transformers 4. `gelu`: they are of gelu. `batch` names the inputs it takes. `scale` is what weights
+    `rotations` are of one tensor each. `gated` are products of an MLP. `experts` are the layers that have them, written
+    in one of the `_FORMS`. `gelu`: they are of gelu. `batch` names the inputs it takes. `scale` is what weights
     of std 0.3 are multiplied by.
     """
 
@@ -48,7 +48,8 @@ class Family:
     norms: int = 0
     rotations: int = 2 * LAYERS
     gated: int = LAYERS
-    in_experts: int = 0
+    experts: int = 0
+    form: str = "modules or stacked"
     gelu: bool = False
     batch: str = "text"
     scale: float = 1.0
@@ -56,10 +57,14 @@ class Family:
     @property
     def calls(self) -> dict[str, int]:
         """The fused calls of a forward with a gradient, and as many of the backward."""
-        gated = self.gated + (0 if V5 else self.in_experts)
+        form = _FORMS[self.form]
+        gated = self.gated + form.get("gated", 0) * self.experts
         found = {"npu_rms_norm": self.norms, "npu_rotary_mul": self.rotations}
         found["npu_geglu" if self.gelu else "npu_swiglu"] = gated
         found |= {_BACKWARD[name]: count for name, count in found.items()}
+        found["npu_grouped_matmul"] = form.get("products", 0) * self.experts  # of forward and backward
+        for op in ("npu_moe_token_permute", "npu_moe_token_unpermute"):
+            found[op] = found[f"{op}_grad"] = form.get("permuted", 0) * self.experts
         return {name: count for name, count in found.items() if count}
 
     @property
@@ -67,6 +72,14 @@ class Family:
         return hasattr(transformers, self.architecture)
 
 
+# what one layer of experts runs: a product has as many again for the gradients of its input and its weights
+_FORMS: dict[str, dict[str, int]] = {
+    "modules or stacked": {"products": 6 if V5 else 9, "permuted": 1, "gated": 1},
+    "biased": {"products": 8, "permuted": 1},  # and for those of both biases; its gate is none of the op's
+    "batched": {"gated": 1},  # one torch.bmm for all tokens and experts
+    "linears": {"products": 6},  # sorted by the model itself
+}
+_LINEARS = "linears" if transformers.__version__.startswith(("4.", "5.0.")) else "modules or stacked"
 _BACKWARD = {
     "npu_rms_norm": "npu_rms_norm_backward",
     "npu_rotary_mul": "npu_rotary_mul_backward",
@@ -75,7 +88,6 @@ _BACKWARD = {
 }
 _BLOCK = 2 * LAYERS + 1  # norms of the usual decoder: two a layer and the last
 _EACH_HEAD = 2 * LAYERS  # norms of queries and keys
-_ALL = EXPERTS * LAYERS
 _MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 22}
 _LOCAL = {"num_experts_per_tok": 2, "num_local_experts": EXPERTS}
 _DENSE_FIRST = {**_MOE, "first_k_dense_replace": 1, "n_routed_experts": EXPERTS, "n_group": 2, "topk_group": 2}
@@ -140,24 +152,24 @@ FAMILIES: dict[str, Family] = {
         "Qwen2MoeForCausalLM",
         {**_EVEN, **_MOE, "num_experts": EXPERTS, "shared_expert_intermediate_size": 26},
         norms=_BLOCK,
-        in_experts=_ALL,
+        experts=LAYERS,
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         {**_MOE, "num_experts": EXPERTS},
         norms=_BLOCK + _EACH_HEAD,
         gated=0,
-        in_experts=_ALL,
+        experts=LAYERS,
     ),
     "qwen3_next": Family(
         "Qwen3NextForCausalLM",
         {**_LINEAR, **_MOE, "num_experts": EXPERTS, "shared_expert_intermediate_size": 26},
         norms=_BLOCK + 1 + 2,  # the gated norm of the linear layer, queries and keys of the other
         rotations=2,
-        in_experts=_ALL,
+        experts=LAYERS,
     ),
     "mistral": Family("MistralForCausalLM", norms=_BLOCK),
-    "mixtral": Family("MixtralForCausalLM", _LOCAL, norms=_BLOCK, gated=0, in_experts=_ALL),
+    "mixtral": Family("MixtralForCausalLM", _LOCAL, norms=_BLOCK, gated=0, experts=LAYERS),
     "ministral": Family("MinistralForCausalLM", norms=_BLOCK),
     "gemma": Family("GemmaForCausalLM", norms=_BLOCK, gelu=True),
     "gemma2": Family("Gemma2ForCausalLM", {"query_pre_attn_scalar": 8}, norms=_BLOCK + 2 * LAYERS, gelu=True),
@@ -168,7 +180,7 @@ FAMILIES: dict[str, Family] = {
         "Glm4MoeForCausalLM",
         {**_DENSE_FIRST, "use_qk_norm": True},
         norms=_BLOCK + _EACH_HEAD,
-        in_experts=EXPERTS,
+        experts=1,
     ),
     "cohere": Family("CohereForCausalLM", _EVEN),
     "cohere2": Family("Cohere2ForCausalLM", _MIXED, rotations=2),  # full attention knows no position
@@ -179,10 +191,10 @@ FAMILIES: dict[str, Family] = {
         {**_EVEN, **_LOCAL, "num_local_experts": 2},  # its router takes two, always
         norms=2 * LAYERS if transformers.__version__ == "5.0.0" else 0,  # layer norms in the releases around it
         gated=0,
-        in_experts=2 * LAYERS,
+        experts=LAYERS,
     ),
-    "deepseek_v2": Family("DeepseekV2ForCausalLM", _LATENT, norms=_BLOCK + 2 * LAYERS, in_experts=EXPERTS),
-    "deepseek_v3": Family("DeepseekV3ForCausalLM", _LATENT, norms=_BLOCK + 2 * LAYERS, in_experts=EXPERTS),
+    "deepseek_v2": Family("DeepseekV2ForCausalLM", _LATENT, norms=_BLOCK + 2 * LAYERS, experts=1),
+    "deepseek_v3": Family("DeepseekV3ForCausalLM", _LATENT, norms=_BLOCK + 2 * LAYERS, experts=1),
     "ernie4_5": Family("Ernie4_5ForCausalLM", norms=_BLOCK),
     "ernie4_5_moe": Family(
         "Ernie4_5_MoeForCausalLM",
@@ -194,12 +206,12 @@ FAMILIES: dict[str, Family] = {
             "moe_num_shared_experts": 2,
         },
         norms=_BLOCK,
-        in_experts=EXPERTS,
+        experts=1,
     ),
     "gpt_neox": Family("GPTNeoXForCausalLM", _EVEN, gated=0),
     "gptj": Family("GPTJForCausalLM", {**_EVEN, "rotary_dim": 8}, gated=0),
     "codegen": Family("CodeGenForCausalLM", {**_EVEN, "num_attention_heads": 4, "rotary_dim": 8}, gated=0),
-    "gpt_oss": Family("GptOssForCausalLM", {**_LOCAL, **_MIXED}, norms=_BLOCK, gated=0),
+    "gpt_oss": Family("GptOssForCausalLM", {**_LOCAL, **_MIXED}, norms=_BLOCK, gated=0, experts=LAYERS, form="biased"),
     "olmo": Family("OlmoForCausalLM", _EVEN),
     "olmo2": Family("Olmo2ForCausalLM", _EVEN, norms=_BLOCK + _EACH_HEAD),
     "olmo3": Family("Olmo3ForCausalLM", {**_EVEN, **_MIXED}, norms=_BLOCK + _EACH_HEAD),
@@ -208,7 +220,7 @@ FAMILIES: dict[str, Family] = {
         {**_EVEN, **_MOE, "num_experts": EXPERTS},
         norms=_BLOCK + _EACH_HEAD,
         gated=0,
-        in_experts=_ALL,
+        experts=LAYERS,
     ),
     "granite": Family("GraniteForCausalLM", {**_EVEN, "attention_multiplier": 0.25}, norms=_BLOCK),
     "helium": Family("HeliumForCausalLM", _EVEN, norms=_BLOCK),
@@ -224,6 +236,8 @@ FAMILIES: dict[str, Family] = {
         {**_LOCAL, "num_experts_per_tok": 1, "intermediate_size_mlp": 62, "no_rope_layers": [1, 0], "moe_layers": [1]},
         norms=_BLOCK + 2,
         rotations=2,
+        experts=1,
+        form="batched",
     ),
     "t5": Family(
         "T5ForConditionalGeneration",
@@ -314,27 +328,32 @@ FAMILIES: dict[str, Family] = {
         norms=_BLOCK + 3,  # of the step and of both matrices of the state
         rotations=0,
         gated=1,
-        in_experts=EXPERTS,
+        experts=1,
     ),
     "diffllama": Family("DiffLlamaForCausalLM", {**_EVEN, "num_key_value_heads": 2}, norms=_BLOCK),
-    "dots1": Family(
-        "Dots1ForCausalLM", {**_DENSE_FIRST, "n_shared_experts": 1}, norms=_BLOCK + _EACH_HEAD, in_experts=EXPERTS
-    ),
+    "dots1": Family("Dots1ForCausalLM", {**_DENSE_FIRST, "n_shared_experts": 1}, norms=_BLOCK + _EACH_HEAD, experts=1),
     "emu3": Family("Emu3ForCausalLM", _EVEN, norms=_BLOCK),
     "flex_olmo": Family(
         "FlexOlmoForCausalLM",
         {**_EVEN, **_MOE, "num_experts": EXPERTS},
         norms=_BLOCK + _EACH_HEAD,
         gated=0,
-        in_experts=_ALL,
+        experts=LAYERS,
     ),
     "granitemoe": Family(
-        "GraniteMoeForCausalLM", {**_EVEN, **_LOCAL, "attention_multiplier": 0.25}, norms=_BLOCK, gated=0
+        "GraniteMoeForCausalLM",
+        {**_EVEN, **_LOCAL, "attention_multiplier": 0.25},
+        norms=_BLOCK,
+        gated=0,
+        experts=LAYERS,
+        form=_LINEARS,
     ),
     "granitemoeshared": Family(
         "GraniteMoeSharedForCausalLM",
         {**_EVEN, **_LOCAL, "shared_intermediate_size": 26, "attention_multiplier": 0.25},
         norms=_BLOCK,
+        experts=LAYERS,
+        form=_LINEARS,
     ),
     "recurrent_gemma": Family(
         "RecurrentGemmaForCausalLM",
@@ -350,7 +369,7 @@ FAMILIES: dict[str, Family] = {
         norms=_BLOCK + 1,
         rotations=2,
         gated=0,
-        in_experts=_ALL,
+        experts=LAYERS,
     ),
     "qwen2_vl": Family(
         "Qwen2VLForConditionalGeneration",

@@ -90,7 +90,8 @@ def of_block(block: nn.Module, call: Call, earlier: Choices | None = None, exact
     if exact:
         block = _doubled(block)
         args, kwargs = tree_map(_double, (args, kwargs))
-    args, kwargs = tree_map(_leaf, (args, kwargs))
+    leaves = tree_map(_leaf, (args, kwargs))
+    args, kwargs = tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, leaves)  # it may write into them
     choices = Choices(earlier)
     with ExitStack() as stack:
         fused = stack.enter_context(Fused())
@@ -101,7 +102,7 @@ def of_block(block: nn.Module, call: Call, earlier: Choices | None = None, exact
         output = block(*args, **kwargs)
         _backward(*(t for t in tree_flatten(output)[0] if isinstance(t, Tensor) and t.requires_grad))
     returned, kind = _flat(output)
-    given = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor) and t.requires_grad]
+    given = [t for t in tree_flatten(leaves)[0] if isinstance(t, Tensor) and t.requires_grad]
     gradients = {f"input {place}": t.grad for place, t in enumerate(given)}
     gradients |= {name: parameter.grad for name, parameter in block.named_parameters()}
     return Pass(returned, kind, gradients, choices, fused.calls)
@@ -149,7 +150,7 @@ def errors(got: Pass, original: Pass, exact: Pass, dtype: torch.dtype) -> dict[s
 
 
 def behind(parts: Iterable[dict[str, tuple[float, float, float]]]) -> list[str]:
-    """The parts whose error, over all these draws of inputs, is above one and a half times the original's and a unit."""
+    """The parts whose error, over these draws of inputs, is above one and a half times the original's and a unit."""
     totals: dict[str, list[float]] = {}
     for draw in parts:
         for name, values in draw.items():
@@ -162,12 +163,10 @@ def behind(parts: Iterable[dict[str, tuple[float, float, float]]]) -> list[str]:
 
 
 def _doubled(module: nn.Module) -> nn.Module:
-    """In fp64, the experts one after the other: torch's grouped product on a CPU is not for fp64."""
-    for config in {
-        id(config): config for part in module.modules() if (config := getattr(part, "config", None))
-    }.values():
-        if getattr(config, "_experts_implementation", None):
-            config._experts_implementation = "eager"
+    """In fp64, the experts by batched products: torch's grouped one on a CPU is not for fp64."""
+    for config in (getattr(part, "config", None) for part in module.modules()):
+        if getattr(config, "_experts_implementation", None) == "grouped_mm":
+            config._experts_implementation = "batched_mm"
     return module.double()
 
 

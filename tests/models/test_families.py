@@ -31,6 +31,7 @@ NO_SITES = {
     "modernbert": {"apply_rotary_unpadded"},
 }
 KERNELS = {"npu_rms_norm": "rms_norm", "npu_rotary_mul": "rope", "npu_swiglu": "swiglu", "npu_geglu": "swiglu"}
+KERNELS["npu_grouped_matmul"] = "moe"
 
 
 @functools.cache
@@ -71,6 +72,8 @@ def test_the_report_has_every_site_of_the_family_as_patched(name: str) -> None:
     assert {row.name.rpartition(".")[2] for row in others} == no_sites, others
     assert all(row.state == "refused" and row.reason for row in others)
     kernels = {row.kernel for row in rows if row.state == "patched"}
+    if "moe" in kernels:
+        kernels.add("swiglu")  # between the products of experts
     assert {KERNELS[op] for op in calls if op in KERNELS} <= kernels
 
 
@@ -94,6 +97,17 @@ def _no_weight(x: Tensor, weight: Tensor, *rest: Any) -> Any:
     return _OPS["npu_rms_norm"](x, torch.ones_like(weight), *rest)
 
 
+def _other_experts(x: list[Tensor], weight: list[Tensor], *rest: Any, **named: Any) -> Any:
+    if named["group_type"] == 0:
+        weight = [weight[0].roll(1, 0)] if len(weight) == 1 else weight[1:] + weight[:1]
+    return _OPS["npu_grouped_matmul"](x, weight, *rest, **named)
+
+
+def _half_weighted(rows: Tensor, order: Tensor, weights: Tensor | None, *rest: Any) -> Any:
+    weights = None if weights is None else weights * 0.5
+    return _OPS["npu_moe_token_unpermute"](rows, order, weights, *rest)
+
+
 _OPS: Any = {}
 WRONG: dict[str, tuple[str, Callable[..., Any]]] = {
     "pairs of the other mode": ("npu_rotary_mul", _other_pairs),
@@ -102,6 +116,8 @@ WRONG: dict[str, tuple[str, Callable[..., Any]]] = {
     "gate taken for up": ("npu_swiglu", _gate_for_up),
     "gelu of up": ("npu_geglu", _gate_for_up),
     "no weight": ("npu_rms_norm", _no_weight),
+    "the next expert": ("npu_grouped_matmul", _other_experts),
+    "half of each expert": ("npu_moe_token_unpermute", _half_weighted),
 }
 
 
@@ -123,7 +139,7 @@ def test_a_mistake_in_an_op_would_show(name: str) -> None:
     mistakes = {words: WRONG[words] for words in WRONG if WRONG[words][0] in calls}
     assert mistakes
     with npu_autopatch.patched(backend="emulate"):
-        _OPS.update({op: getattr(torch.ops.npu, op).default for op in ("npu_swiglu", "npu_geglu", "npu_rms_norm")})
+        _OPS.update({op: getattr(torch.ops.npu, op).default for op, _ in mistakes.values()})
         for words, (op, wrong) in mistakes.items():
             with Instead(op, wrong):
                 answer = copy.deepcopy(model)(**inputs(name))[0].detach()

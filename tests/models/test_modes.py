@@ -16,7 +16,7 @@ from tests.counting import Fused
 from tests.kernels.exact import InDouble
 
 from .comparison import exact_outcome, further, outcome, trained, worse
-from .families import FAMILIES, LAYERS, V5, inputs, tiny
+from .families import EXPERTS, FAMILIES, LAYERS, V5, inputs, tiny
 
 SAMPLE = ["llama", "qwen3", "glm4", "gemma2", "phi3", "deepseek_v3"]
 each_of_the_sample = pytest.mark.parametrize("name", SAMPLE)
@@ -132,6 +132,8 @@ def test_frozen_weights(name: str, part: str) -> None:
     with npu_autopatch.patched(backend="emulate"), Fused() as fused:
         got = outcome(model, batch)
     forward = {op: count for op, count in FAMILIES[name].calls.items() if not op.endswith(("_backward", "_grad"))}
+    if part == "proj" and "npu_grouped_matmul" in forward:
+        forward["npu_grouped_matmul"] = forward["npu_grouped_matmul"] * 2 // 3  # none for the weights of experts
     assert {op: fused.calls[op] for op in forward} == forward
     assert any(gradient is None for gradient in got.gradients.values())
     assert not (found := worse(got, original, exact)), "\n".join(found)
@@ -170,6 +172,17 @@ def test_steps_of_training_with_checkpoints(name: str, reentrant: bool) -> None:
     assert not (found := worse(got, original, exact)), "\n".join(found)
 
 
+def _forward_with_adapters(name: str) -> dict[str, int]:
+    """The calls of a forward: experts that are modules are run one by one where they have adapters, others frozen."""
+    calls = {op: count for op, count in FAMILIES[name].calls.items() if not op.endswith(("_backward", "_grad"))}
+    if "npu_grouped_matmul" in calls and not V5:
+        calls = {op: count for op, count in calls.items() if "moe" not in op and op != "npu_grouped_matmul"}
+        calls["npu_swiglu"] += FAMILIES[name].experts * (EXPERTS - 1)
+    elif "npu_grouped_matmul" in calls:
+        calls["npu_grouped_matmul"] = calls["npu_grouped_matmul"] * 2 // 3
+    return calls
+
+
 @each_of_the_sample
 def test_lora_on_every_projection(name: str) -> None:
     torch.manual_seed(11)
@@ -187,7 +200,7 @@ def test_lora_on_every_projection(name: str) -> None:
     exact = exact_outcome(model, batch)
     with npu_autopatch.patched(backend="emulate"), Fused() as fused:
         got = outcome(model, batch)
-    forward = {op: count for op, count in FAMILIES[name].calls.items() if not op.endswith(("_backward", "_grad"))}
+    forward = _forward_with_adapters(name)
     assert {op: fused.calls[op] for op in forward} == forward
     trained_ = Counter(name.rpartition("lora_")[2][0] for name, g in got.gradients.items() if g is not None)
     assert trained_["A"] == trained_["B"] >= LAYERS * 4

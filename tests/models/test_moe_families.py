@@ -15,22 +15,29 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import npu_autopatch
 from npu_autopatch.reporting import Row
 
-from .moe_families import FAMILIES, PRESENT, inputs, tiny, with_labels
+from .moe_families import FAMILIES, PRESENT, V5, inputs, tiny, with_labels
 from .moe_passes import Call, Pass, behind, blocks, errors, of_block, of_model, unlike
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MODES = ("train", "eval")
 # whose experts the kernel refuses: the report says why
 REFUSED = {"doge", "nllb-moe", "switch_transformers"}
+if not V5:
+    REFUSED |= {"longcat_flash"}  # experts that do nothing are modules of another class
+if transformers.__version__ == "5.0.0":
+    REFUSED |= {"afmoe"}  # a list that is itself the class with the loop
 # whose config asks for the loop of the class itself, by default
 EAGER = {"openai_privacy_filter"}
 # experts by name, but no text goes through them
 NO_TEXT = {"dots3_note_vision_encoder", "vitpose", "vitpose_backbone"}
+DEPRECATED = {"gptsan-japanese"}  # their modules are where no module is watched
 SERVED = [name for name in PRESENT if name not in REFUSED | EAGER]
 each_family = pytest.mark.parametrize("name", SERVED)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
@@ -81,6 +88,8 @@ def generated(name: str) -> torch.Tensor | None:
         return None
     batch = inputs(model, rows=2, tokens=5)
     given = {key: batch[key] for key in ("input_ids", "attention_mask")}
+    if model.config.is_encoder_decoder:
+        given["decoder_start_token_id"] = 0
     return model.generate(**given, max_new_tokens=3, do_sample=False, use_cache=True, pad_token_id=0)
 
 
@@ -94,17 +103,19 @@ def least(row: Row) -> Counter[str]:
 
 
 def test_every_model_type_with_experts_is_here() -> None:
-    known = {family.model_type for family in FAMILIES.values()} | NO_TEXT
+    known = (
+        {family.model_type for family in FAMILIES.values()} | NO_TEXT | DEPRECATED | {"Glm4vMoe_text"}
+    )  # by another name
     missing = []
     for model_type in CONFIG_MAPPING:
         try:
             config = CONFIG_MAPPING[model_type]()
         except Exception:
             continue
-        text = config.get_text_config(decoder=True)
-        whole = text is config or text.model_type not in CONFIG_MAPPING
+        parts = {part.model_type for part in vars(config).values() if isinstance(part, PretrainedConfig)}
+        parts |= {config.get_text_config(decoder=True).model_type}
         has = re.search(r'"(moe_)?(num|n)_(routed_|local_)?experts"', json.dumps(config.to_dict(), default=str))
-        if whole and has and model_type not in known:
+        if has and not known & {model_type, *parts}:
             missing.append(model_type)
     assert not missing
 
@@ -170,16 +181,23 @@ def test_each_block_alone_is_no_worse(name: str, dtype: str) -> None:
 def test_experts_that_no_token_visits_have_gradients_of_zeros(name: str) -> None:
     runs = patched(name)
     assert runs.few is not None
-    original, calls = of_model(*case(name, "fp32", "train", rows=1, tokens=2), runs.few.choices, watched=runs.blocks)
-    visited = {call.name for call in calls}
-    zeros = 0
-    for path, theirs in original.gradients.items():
-        if path.startswith(tuple(visited)):
-            mine = runs.few.gradients[path]
-            assert mine is not None, path
-            assert not mine[(torch.zeros_like(mine) if theirs is None else theirs) == 0].any(), path
-            zeros += int((mine == 0).sum())
-    assert zeros
+    # in fp64 an expert that is visited has no gradient that is lost
+    exact, calls = of_model(
+        *case(name, "fp32", "train", rows=1, tokens=2), runs.few.choices, exact=True, watched=runs.blocks
+    )
+    visited = tuple(call.name for call in calls)
+    unvisited = 0
+    for path, gradient in runs.passes["fp32", "train"][0].gradients.items():
+        if gradient is None or not path.startswith(visited):
+            continue
+        mine, theirs = runs.few.gradients[path], exact.gradients[path]
+        assert mine is not None, path
+        theirs = torch.zeros_like(mine) if theirs is None else theirs
+        for of_mine, of_theirs in zip(*((mine, theirs) if mine.dim() > 1 else ([mine], [theirs])), strict=True):
+            if not of_theirs.any():
+                assert not of_mine.any(), path
+                unvisited += 1
+    assert bool(unvisited) != (name == "mixtral, every expert")
 
 
 @each_family
