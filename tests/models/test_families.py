@@ -97,9 +97,9 @@ def _no_weight(x: Tensor, weight: Tensor, *rest: Any) -> Any:
     return _OPS["npu_rms_norm"](x, torch.ones_like(weight), *rest)
 
 
-def _other_experts(x: list[Tensor], weight: list[Tensor], *rest: Any, **named: Any) -> Any:
+def _first_expert(x: list[Tensor], weight: list[Tensor], *rest: Any, **named: Any) -> Any:
     if named["group_type"] == 0:
-        weight = [weight[0].roll(1, 0)] if len(weight) == 1 else weight[1:] + weight[:1]
+        weight = [weight[0][:1].expand_as(weight[0])] if len(weight) == 1 else weight[:1] * len(weight)
     return _OPS["npu_grouped_matmul"](x, weight, *rest, **named)
 
 
@@ -116,7 +116,7 @@ WRONG: dict[str, tuple[str, Callable[..., Any]]] = {
     "gate taken for up": ("npu_swiglu", _gate_for_up),
     "gelu of up": ("npu_geglu", _gate_for_up),
     "no weight": ("npu_rms_norm", _no_weight),
-    "the next expert": ("npu_grouped_matmul", _other_experts),
+    "the first expert for all": ("npu_grouped_matmul", _first_expert),
     "half of each expert": ("npu_moe_token_unpermute", _half_weighted),
 }
 

@@ -173,13 +173,11 @@ def test_steps_of_training_with_checkpoints(name: str, reentrant: bool) -> None:
 
 
 def _forward_with_adapters(name: str) -> dict[str, int]:
-    """The calls of a forward: experts that are modules are run one by one where they have adapters, others frozen."""
+    """The calls of a forward: experts that are modules are run one by one where they have adapters."""
     calls = {op: count for op, count in FAMILIES[name].calls.items() if not op.endswith(("_backward", "_grad"))}
     if "npu_grouped_matmul" in calls and not V5:
         calls = {op: count for op, count in calls.items() if "moe" not in op and op != "npu_grouped_matmul"}
         calls["npu_swiglu"] += FAMILIES[name].experts * (EXPERTS - 1)
-    elif "npu_grouped_matmul" in calls:
-        calls["npu_grouped_matmul"] = calls["npu_grouped_matmul"] * 2 // 3
     return calls
 
 
