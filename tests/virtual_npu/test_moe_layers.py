@@ -36,8 +36,9 @@ def learn(experts):
 def test_output_and_gradients_are_the_originals(form):
     experts = layer(form)
     want = learn(experts)
-    with served():
+    with served(), counted() as counts:
         got = learn(experts)
+    assert counts.launches[PRODUCT] >= 3 * len(experts.products)
     for mine, theirs in zip(got, want, strict=True):
         theirs = torch.zeros_like(mine) if theirs is None else theirs  # an expert's that no token visits
         assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape)
