@@ -23,6 +23,7 @@ VARIANTS = {
 }
 # what is no mixture of gated experts that a grouped product serves, and what the reason must say
 REFUSED = {
+    "afmoe.AfmoeExperts": "the list of experts itself",
     "deepseek_v4.DeepseekV4GroupedLinear": "not the stacked weights of two products",
     "deprecated.gptsan_japanese.GPTSanJapaneseSparseMLP": "in a dictionary",
     "inkling.InklingSharedExperts": "every token goes through every expert",

@@ -53,10 +53,12 @@ def find(module: ModuleType) -> Iterator[Site]:
 
 
 def _constructor(cls: type[nn.Module]) -> FunctionType | None:
-    """The constructor, its own or inherited, that builds a collection of modules."""
+    """The constructor, its own or inherited, that builds a collection of modules, or fills the one that it is."""
     for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
         init = vars(base).get("__init__")
-        if isinstance(init, FunctionType) and not {"ModuleList", "ModuleDict"}.isdisjoint(init.__code__.co_names):
+        if base is nn.ModuleList or not isinstance(init, FunctionType):
+            continue
+        if issubclass(cls, nn.ModuleList) or not {"ModuleList", "ModuleDict"}.isdisjoint(init.__code__.co_names):
             return init
     return None
 
@@ -97,6 +99,8 @@ def prove(site: Site, devices: tuple[str, ...]) -> Match | Refusal:
     """The function with one fused call in place of its loop, where its experts are plain gated MLPs."""
     cls, original = site.owner, vars(site.owner).get(site.attribute)
     init = _constructor(cls)
+    if issubclass(cls, nn.ModuleList):
+        return Refusal("it is the list of experts itself; a list that is an attribute would be served")
     if init is None or "ModuleList" not in init.__code__.co_names:
         return Refusal("its experts are in a dictionary, not in a list")
     try:
@@ -185,7 +189,7 @@ class _Block:
         collect = experts.collector(loop.attribute, settings, gather, available, devices, slot)
         fused = experts.fused(variant, available, wide)
         replaced = replacement(loop, self.cut, self.inputs, collect, fused, function, chosen)
-        return Match(f"listed: {variant}", replaced)
+        return Match(f"listed, {str(variant).partition(',')[0]}", replaced)
 
 
 def _settings(
