@@ -40,6 +40,8 @@ $(ENVS)/hub_kernels/ready: pyproject.toml Makefile
 	$(ENVS)/hub_kernels/bin/python -m pip install -q torch==$(TORCH) transformers==5.12.1 kernels==0.13.0 -e '.[test]'
 	touch $@
 
+# the workers are as many as the cores: threads of theirs would only wait for each other
+$(VERSIONS:%=test-%) test-packaging test-virtual-npu: export OMP_NUM_THREADS = 1
 $(VERSIONS:%=test-%): test-%: $(ENVS)/%/ready
 	$(ENVS)/$*/bin/python $(PYTEST) tests $(APART:%=--ignore %) $(FAMILIES:%=--ignore %) $(SWEEP:%=--ignore %)
 	$(ENVS)/$*/bin/python $(PYTEST) $(FAMILIES) $(SOME-$*)
