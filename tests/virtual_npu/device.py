@@ -76,7 +76,7 @@ def device_kernel(label: str, function: Callable[..., Any], op: torch._ops.OpOve
         out = over(from_host, function(*over(to_host, args), **host_kwargs))
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         written = [*fresh, *(t for name in mutated if name in given for t in tensors(given[name]))]
-        if label == "npu_grouped_matmul" and given.get("group_type") == 0:
+        if label == "npu_grouped_matmul" and given.get("group_type") == 0 and given.get("group_list") is not None:
             given["weight"] = _weights_of_groups_with_rows(given)
         read = [t for name, value in given.items() if name not in overwritten for t in tensors(value)]
         if waits or (label in _COPIES and not all(on_device(t) for t in (*read, *written))):
