@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 import torch
 from functorch.compile import make_boxed_func
+from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
 import npu_autopatch
@@ -189,6 +190,26 @@ def test_frozen_experts_cost_no_product_for_their_gradient():
         experts(x.requires_grad_(), ids, weights).sum().backward()
     assert fused.calls["npu_grouped_matmul"] == 4
     assert x.grad is not None and all(p.grad is None for p in experts.parameters())
+
+
+@pytest.mark.parametrize(
+    "act,op",
+    [(nn.SiLU(), "npu_swiglu"), (nn.GELU(), "npu_geglu"), (nn.GELU(approximate="tanh"), "npu_geglu"), (nn.ReLU(), "")],
+    ids=["silu", "gelu", "tanh", "relu"],
+)
+def test_the_activation_an_instance_holds_decides_at_each_call(act, op):
+    experts = instance(experts_class())
+    given = inputs(experts, 5, 2, 0, 1.0)
+    with patched(), Fused() as fused:
+        run(experts, given, None)
+        assert fused.calls["npu_swiglu"] == 1
+        experts.act_fn = act
+        fused.calls.clear()
+        mine = run(experts, given, torch.ones_like(given[0]))
+    assert [fused.calls[name] for name in ("npu_swiglu", "npu_geglu")] == [op == "npu_swiglu", op == "npu_geglu"]
+    assert fused.calls["npu_grouped_matmul"] == 6
+    for got, expected in zip(mine, run(experts, given, torch.ones_like(given[0])), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_gate_put_on_the_class_later_is_called():
