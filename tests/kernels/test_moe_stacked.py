@@ -14,8 +14,8 @@ from torch.nn.utils import parametrize
 import npu_autopatch
 from npu_autopatch.kernels import probing
 from npu_autopatch.kernels.moe import proof, stacked
-from npu_autopatch.kernels.moe.stacked_gate import Gate
-from npu_autopatch.kernels.moe.stacked_probe import Probe
+from npu_autopatch.kernels.moe.stacked.gate import Gate
+from npu_autopatch.kernels.moe.stacked.probe import Probe
 from npu_autopatch.reporting import PATCHED, REFUSED
 from tests.counting import Fused
 from tests.kernels import odd_experts

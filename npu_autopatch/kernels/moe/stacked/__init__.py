@@ -20,9 +20,9 @@ from npu_autopatch.kernels.moe import proof
 from npu_autopatch.kernels.moe.base import MoESite
 from npu_autopatch.kernels.moe.experts import selector_of
 from npu_autopatch.kernels.moe.proof import Unproved
-from npu_autopatch.kernels.moe.stacked_forward import Variant, fused_forward
-from npu_autopatch.kernels.moe.stacked_gate import HALVES
-from npu_autopatch.kernels.moe.stacked_probe import Probe
+from npu_autopatch.kernels.moe.stacked.forward import Variant, fused_forward
+from npu_autopatch.kernels.moe.stacked.gate import HALVES
+from npu_autopatch.kernels.moe.stacked.probe import Probe
 from npu_autopatch.kernels.swiglu.activations import selector
 from npu_autopatch.ops import grouped_matmul as ops
 from npu_autopatch.ops import swiglu

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from npu_autopatch.kernels.moe.stacked_layout import Layout
+from npu_autopatch.kernels.moe.stacked.layout import Layout
 
 
 class Products(NamedTuple):

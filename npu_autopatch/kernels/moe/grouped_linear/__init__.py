@@ -20,7 +20,7 @@ from torch import Tensor
 from npu_autopatch.kernels import probing
 from npu_autopatch.kernels.base import Match, Refusal, Site, renamed, site_name
 from npu_autopatch.kernels.moe.base import MoESite
-from npu_autopatch.kernels.moe.grouped_linear_probe import Probe, Variant
+from npu_autopatch.kernels.moe.grouped_linear.probe import Probe, Variant
 from npu_autopatch.kernels.moe.proof import Unproved, turned_away
 from npu_autopatch.ops import grouped_matmul as ops
 from npu_autopatch.ops.legality import PLAIN, transformed

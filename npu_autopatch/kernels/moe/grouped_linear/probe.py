@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from npu_autopatch.kernels import probing
 from npu_autopatch.kernels.moe import tiny
 from npu_autopatch.kernels.moe.proof import Unproved
-from npu_autopatch.kernels.moe.stacked_probe import Failed, close
-from npu_autopatch.kernels.moe.stacked_settings import guards
+from npu_autopatch.kernels.moe.stacked.probe import Failed, close
+from npu_autopatch.kernels.moe.stacked.settings import guards
 
 _MOST = 16  # ulps at the size of what is compared: products of some dozens of terms
 

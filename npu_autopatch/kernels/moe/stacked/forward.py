@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from npu_autopatch.kernels.base import renamed
 from npu_autopatch.kernels.moe.experts import Select
-from npu_autopatch.kernels.moe.stacked_gate import Gate, middle
-from npu_autopatch.kernels.moe.stacked_layout import Layout, Sizes
+from npu_autopatch.kernels.moe.stacked.gate import Gate, middle
+from npu_autopatch.kernels.moe.stacked.layout import Layout, Sizes
 from npu_autopatch.ops import token_permute
 from npu_autopatch.ops.grouped_matmul import Ops, legal
 from npu_autopatch.ops.legality import FLOATS, PLAIN, transformed

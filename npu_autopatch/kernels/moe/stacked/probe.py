@@ -16,11 +16,11 @@ from npu_autopatch.kernels import probing
 from npu_autopatch.kernels.moe import proof, tiny
 from npu_autopatch.kernels.moe.experts import unselected
 from npu_autopatch.kernels.moe.proof import TOKENS, Unproved
-from npu_autopatch.kernels.moe.stacked_formula import Products, down_product, first_products, weighted
-from npu_autopatch.kernels.moe.stacked_forward import Variant
-from npu_autopatch.kernels.moe.stacked_gate import HALVES, INTERLEAVED, SEPARATE, Gate, middle
-from npu_autopatch.kernels.moe.stacked_layout import Layout, Sizes, layouts
-from npu_autopatch.kernels.moe.stacked_settings import guards, holding
+from npu_autopatch.kernels.moe.stacked.formula import Products, down_product, first_products, weighted
+from npu_autopatch.kernels.moe.stacked.forward import Variant
+from npu_autopatch.kernels.moe.stacked.gate import HALVES, INTERLEAVED, SEPARATE, Gate, middle
+from npu_autopatch.kernels.moe.stacked.layout import Layout, Sizes, layouts
+from npu_autopatch.kernels.moe.stacked.settings import guards, holding
 
 # What an argument is, as its name hints: it only chooses what is tried first.
 _HINTS = (("hidden", " x ", "input"), ("ind", "expert"), ("weight", "prob", "score", "top"))
