@@ -8,7 +8,7 @@ import sys
 import traceback
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
@@ -21,6 +21,7 @@ from npu_autopatch.ledger import Ledger
 from npu_autopatch.patcher import PatchError, patch_module
 from npu_autopatch.reporting import FOREIGN, PATCHED, Report, Row
 from npu_autopatch.settings import Settings, SettingsError, is_strict
+from npu_autopatch.tracing import Trace, unfollowed
 
 log = logging.getLogger("npu_autopatch")
 
@@ -74,6 +75,22 @@ def patched(
         _end(activation)
 
 
+@contextmanager
+def trace() -> Iterator[Trace]:
+    """Count what the calls of patched sites do: fused, or run by the original, and which condition decided so.
+
+    Costs much while it lasts, and nothing before and after. Compiled code is not counted.
+    """
+    _reset_dynamo()
+    watch = Trace()
+    earlier = _ledger.wrapping(watch.traced, unfollowed)
+    try:
+        yield watch
+    finally:
+        _ledger.wrapping(earlier, unfollowed)
+        _reset_dynamo()
+
+
 def report() -> Report:
     """What happened to every site so far, in this process."""
     _finish_half_loaded()
@@ -116,6 +133,10 @@ def _begin_from_environment() -> None:
         settings = Settings.from_environment(REGISTRY)
         _log_to_stderr(settings)
         atexit.register(_at_exit, settings)
+        if settings.trace:
+            watch = Trace()
+            _ledger.wrapping(watch.traced, unfollowed)
+            atexit.register(_print_trace, watch)
         _lasting.append(_begin(Activation(settings, contains=not settings.strict)))
     except KeyboardInterrupt:
         raise
@@ -256,6 +277,11 @@ def _at_exit(settings: Settings) -> None:
         finder.complain(f"the report could not be written to {settings.report_path}: {error.strerror}")
     except Exception as error:  # the program has ended well
         finder.complain(f"no report: {type(error).__name__}: {error}")
+
+
+def _print_trace(watch: Trace) -> None:
+    with suppress(Exception):  # stderr is None, closed or full: nobody to tell
+        sys.stderr.write(f"npu_autopatch: {watch}\n")
 
 
 _PACKAGES = ("npu-autopatch", "transformers", "torch", "torch_npu", "wrapt")

@@ -51,7 +51,7 @@ def function_of(module: ModuleType, name: str) -> str:
     if isinstance(function, _PROXY):
         return f"{_home(getattr(function, '_self_wrapper', None))} (a wrapt wrapper)"
     home = home_of(function)
-    return "" if home == module.__name__ or home.startswith("transformers") else home
+    return "" if home == module.__name__ or home.startswith(("transformers", "npu_autopatch.")) else home
 
 
 def replaced_classes(module: ModuleType) -> dict[str, type]:

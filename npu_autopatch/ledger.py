@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -74,6 +74,18 @@ class Slot:
             self._take_back()
         return None
 
+    def exchange(self, replacement: Any) -> None:
+        """Put another replacement where this one stands now."""
+        if held_by(self.owner).get(self.attribute, _ABSENT) is not self.replacement:
+            return
+        _put(self.owner, self.attribute, replacement)
+        for place, index in self.captures:
+            if place[index] is self.replacement:
+                place[index] = replacement
+        for space, name in holders.in_instances(self.replacement) if self.captures else ():
+            space[name] = replacement
+        self.replacement = replacement
+
     def _take_back(self) -> None:
         """Give the original to whoever got the replacement while it was in place."""
         for module, name in holders.importers(self.replacement):
@@ -93,9 +105,23 @@ class Ledger:
         self._slots: list[Slot] = []
         self.changing = threading.Lock()
         self.changes = 0
+        self._wrap: Callable[[str, str, Any], Any] | None = None
 
     def __iter__(self) -> Iterator[Slot]:
         return iter(list(self._slots))
+
+    def wrapping(
+        self, wrap: Callable[[str, str, Any], Any] | None, unwrap: Callable[[Any], Any]
+    ) -> Callable[[str, str, Any], Any] | None:
+        """From now on replacements of sites stand wrapped by `wrap`, or bare if None; what wrapped them before."""
+        with self.changing:
+            earlier, self._wrap = self._wrap, wrap
+            for slot in self._slots:
+                if slot.site:
+                    bare = unwrap(slot.replacement)
+                    slot.exchange(bare if wrap is None else wrap(slot.site, slot.kernel, bare))
+            self.changes += 1
+        return earlier
 
     def find(self, owner: Any, attribute: str) -> Slot | None:
         """The slot of `owner` whose replacement is in place now."""
@@ -121,6 +147,8 @@ class Ledger:
         """
         current = held_by(owner).get(attribute, _ABSENT)
         original = next((slot.original for slot in self._slots if slot.replacement is current), current)
+        if self._wrap is not None and site:
+            replacement = self._wrap(site, kernel, replacement)
         slot = Slot(owner, attribute, original, replacement, site, {holder}, kernel, held)
         _put(owner, attribute, replacement)
         self._slots.append(slot)

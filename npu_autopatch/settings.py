@@ -32,6 +32,7 @@ class Settings:
     strict: bool = False
     report_path: str = ""
     log_level: str = "info"
+    trace: bool = False
 
     @classmethod
     def of(
@@ -65,6 +66,7 @@ class Settings:
                 strict=is_strict(environ),
                 report_path=read("NPU_AUTOPATCH_REPORT"),
                 log_level=read("NPU_AUTOPATCH_LOG", "info").lower(),
+                trace=_is_on(read("NPU_AUTOPATCH_TRACE")),
             )
         except SettingsError as error:
             raise SettingsError(f"in the NPU_AUTOPATCH variables, {error}") from None
@@ -85,8 +87,11 @@ def rank() -> str:
 
 def is_strict(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether errors of ours are to be raised into the program: asked apart, for wrong settings are among them."""
-    strict = environ.get("NPU_AUTOPATCH_STRICT", "").strip().lower()
-    return strict not in ("", "0", "false", "off", "no")
+    return _is_on(environ.get("NPU_AUTOPATCH_STRICT", ""))
+
+
+def _is_on(value: str) -> bool:
+    return value.strip().lower() not in ("", "0", "false", "off", "no")
 
 
 def _kernels(asked: str | Iterable[str], known: tuple[str, ...]) -> tuple[str, ...]:

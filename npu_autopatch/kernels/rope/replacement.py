@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import linecache
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -109,13 +110,16 @@ def fused_function(
         "tables__": _tables(variant, roles),
         "turn__": _turn(variant, op),
     }
-    exec(compile(source, _PLACE.format(getattr(original, "__qualname__", "rotary")), "exec"), scope)
+    place = _PLACE.format(f"{original.__module__}.{getattr(original, '__qualname__', 'rotary')}")
+    exec(compile(source, place, "exec"), scope)
+    linecache.cache[place] = (len(source), None, source.splitlines(keepends=True), place)  # for tracebacks and traces
     replacement: Callable[..., Any] = scope.pop("replacement")
     return functools.update_wrapper(replacement, original)
 
 
 def ours_undone(function: Any) -> Any:
     """The original of a function made here; any other one, also a wrapper around such a function, as it is."""
+    function = getattr(function, "__npu_autopatch_followed__", function)  # by a trace
     code = getattr(function, "__code__", None)
     made_here = code is not None and code.co_filename.startswith(_PLACE.partition("{")[0])
     return function.__wrapped__ if made_here else function
