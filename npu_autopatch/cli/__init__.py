@@ -10,12 +10,12 @@ import os
 import sys
 from typing import NoReturn
 
-from npu_autopatch.cli import coverage, demo, doctor, report, run
+from npu_autopatch.cli import coverage, demo, doctor, ops, report, run
 from npu_autopatch.cli.terminal import CommandError
 from npu_autopatch.settings import SettingsError
 from npu_autopatch.version import __version__
 
-_COMMANDS = (run, doctor, report, coverage, demo)
+_COMMANDS = (run, doctor, report, coverage, ops, demo)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -47,7 +47,8 @@ def _run(argv: list[str] | None) -> int:
     if arguments.command is None:
         parser.print_help()
         return 2
-    command = commands[arguments.command]
+    # a command with actions names the parser of the one chosen
+    command: argparse.ArgumentParser = getattr(arguments, "parser", commands[arguments.command])
     if unknown:
         options = ", ".join(option for action in command._actions for option in action.option_strings[-1:])
         command.error(f"unknown argument {' '.join(unknown)!r} (choose from {options})")

@@ -35,8 +35,9 @@ def test_nothing_in_the_wheel_takes_the_place_of_a_users_sitecustomize(archive: 
     assert not {"sitecustomize.py", "usercustomize.py"} & set(archive.namelist())
 
 
-def test_the_wheel_brings_every_module_of_the_source_and_its_type_marker(archive: zipfile.ZipFile) -> None:
-    source = {str(path.relative_to(PROJECT)) for path in (PROJECT / "npu_autopatch").rglob("*.py")}
+def test_the_wheel_brings_every_module_and_table_of_the_source_and_its_type_marker(archive: zipfile.ZipFile) -> None:
+    package = PROJECT / "npu_autopatch"
+    source = {str(path.relative_to(PROJECT)) for path in (*package.rglob("*.py"), *package.rglob("*.json"))}
     assert source | {"npu_autopatch/py.typed"} <= set(archive.namelist())
 
 
