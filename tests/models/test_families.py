@@ -103,8 +103,8 @@ def _first_expert(x: list[Tensor], weight: list[Tensor], *rest: Any, **named: An
     return _OPS["npu_grouped_matmul"](x, weight, *rest, **named)
 
 
-def _half_weighted(rows: Tensor, order: Tensor, weights: Tensor | None, *rest: Any) -> Any:
-    weights = None if weights is None else weights * 0.5
+def _taken_off(rows: Tensor, order: Tensor, weights: Tensor | None, *rest: Any) -> Any:
+    weights = None if weights is None else -weights  # a factor would be lost in a norm after the experts
     return _OPS["npu_moe_token_unpermute"](rows, order, weights, *rest)
 
 
@@ -117,7 +117,7 @@ WRONG: dict[str, tuple[str, Callable[..., Any]]] = {
     "gelu of up": ("npu_geglu", _gate_for_up),
     "no weight": ("npu_rms_norm", _no_weight),
     "the first expert for all": ("npu_grouped_matmul", _first_expert),
-    "half of each expert": ("npu_moe_token_unpermute", _half_weighted),
+    "each expert taken off": ("npu_moe_token_unpermute", _taken_off),
 }
 
 
