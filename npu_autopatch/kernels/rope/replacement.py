@@ -110,9 +110,9 @@ def fused_function(
         "tables__": _tables(variant, roles),
         "turn__": _turn(variant, op),
     }
-    place = _PLACE.format(f"{original.__module__}.{getattr(original, '__qualname__', 'rotary')}")
-    exec(compile(source, place, "exec"), scope)
-    linecache.cache[place] = (len(source), None, source.splitlines(keepends=True), place)  # for tracebacks and traces
+    file = _PLACE.format(f"{original.__module__}.{getattr(original, '__qualname__', 'rotary')}")
+    exec(compile(source, file, "exec"), scope)
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # for tracebacks and traces
     replacement: Callable[..., Any] = scope.pop("replacement")
     return functools.update_wrapper(replacement, original)
 
