@@ -14,7 +14,8 @@ APART := tests/packaging tests/virtual_npu tests/hub_kernels
 FAMILIES := tests/models
 SOME-5.0.0 := -k "moe_families or llama or qwen3 or glm4 or phi3 or gemma3 or deepseek_v3 or gpt_oss or t5"
 
-.PHONY: demo test test-virtual-npu test-packaging test-hub-kernels lint bench bench-launches clean $(VERSIONS:%=test-%)
+.PHONY: demo test test-virtual-npu test-packaging test-hub-kernels lint bench bench-launches clean \
+        coverage-docs $(VERSIONS:%=test-%)
 
 demo: $(ENVS)/5.24.0/ready
 	$(ENVS)/5.24.0/bin/npu-autopatch demo
@@ -67,6 +68,16 @@ bench: $(ENVS)/5.24.0/ready
 
 bench-launches: $(ENVS)/virtual_npu/ready
 	$(ENVS)/virtual_npu/bin/python -W ignore -m benchmarks.launches
+
+# what is patched in each version; the tests of a version tell when its part is stale
+coverage-docs: $(VERSIONS:%=$(ENVS)/%/ready)
+	mkdir -p build docs
+	for version in 5.0.0 4.57.6; do \
+	    $(ENVS)/$$version/bin/npu-autopatch coverage --backend emulate --json > build/coverage-$$version.json || exit 1; \
+	done
+	$(ENVS)/5.24.0/bin/npu-autopatch coverage --backend emulate \
+	    --markdown build/coverage-5.0.0.json build/coverage-4.57.6.json > build/coverage.md
+	mv build/coverage.md docs/coverage.md
 
 clean:
 	rm -rf $(ENVS) build dist

@@ -6,34 +6,19 @@ import argparse
 import difflib
 import json
 import os
-import textwrap
-from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from npu_autopatch import finder
-from npu_autopatch.cli import child
-from npu_autopatch.cli.terminal import CommandError, console, progress
+from npu_autopatch.cli import child, coverage_markdown, coverage_tables
+from npu_autopatch.cli.coverage_diff import compare
+from npu_autopatch.cli.coverage_report import Coverage
+from npu_autopatch.cli.terminal import CommandError, progress
 from npu_autopatch.kernels import REGISTRY
-from npu_autopatch.listing import listing, matches
-from npu_autopatch.reporting import FAILED, PATCHED, REFUSED, STATES, Row
+from npu_autopatch.listing import matches
+from npu_autopatch.reporting import FAILED, PATCHED
 from npu_autopatch.settings import BACKENDS, Settings
-
-
-@dataclass
-class Coverage:
-    """The report over all modules, which of them could not be imported and why, and the backend with its reason."""
-
-    report: dict[str, Any] = field(default_factory=dict)
-    not_imported: list[dict[str, str]] = field(default_factory=list)
-    backend: str = ""
-    chosen: str = ""
-
-    @property
-    def rows(self) -> list[Row]:
-        return [Row(**site) for site in self.report["sites"]]
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -42,8 +27,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "coverage",
         help="count what is patched in the installed transformers",
         description="Import every modeling module of the installed transformers in a process of its own and count "
-        "patched and refused sites by family and kernel. Exit code 1 if a site failed or none was patched.",
-        epilog="example: npu-autopatch coverage --family 'qwen*,glm4*' --refused",
+        "patched and refused sites by family and kernel. Exit code 1 if a site failed or none was patched; with --diff "
+        "also if a site that was patched is refused or failed now, or not found in the same transformers.",
+        epilog="example: npu-autopatch coverage --json > old.json, then, after an upgrade of transformers, "
+        "npu-autopatch coverage --diff old.json --refused",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -52,22 +39,44 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--backend", choices=BACKENDS, help="default: npu where torch has a device, else emulate")
     parser.add_argument("--family", metavar="PATTERN", default="*", help="only families that match, such as 'qwen3*'")
     parser.add_argument("--refused", action="store_true", help="list each refused site with its reason")
-    parser.add_argument("--json", action="store_true", help="the report of all modules as JSON")
+    parser.add_argument("--sites", action="store_true", help="list each site by family: state, and variant or reason")
+    parser.add_argument("--diff", metavar="OLD.json", help="what differs from an earlier --json")
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="the report of all modules as JSON")
+    output.add_argument(
+        "--markdown", metavar="OTHER.json", nargs="*", help="as Markdown, with the earlier --json of other versions"
+    )
     parser.set_defaults(func=_from_arguments)
 
 
 def _from_arguments(arguments: argparse.Namespace) -> int:
     Settings.of(REGISTRY, arguments.kernels)
+    if arguments.diff is not None and arguments.markdown:
+        raise CommandError("--diff compares two reports: give --markdown no files with it")
+    old = Coverage.read(arguments.diff) if arguments.diff is not None else None
+    others = [Coverage.read(path) for path in arguments.markdown or ()]
     modules = _modules(arguments.family)
     coverage = sweep(modules, arguments.kernels, arguments.backend or "")
-    rows = coverage.rows
-    if arguments.json:
-        print(json.dumps({**coverage.report, "not_imported": coverage.not_imported}, indent=1))
+    coverage.family = arguments.family
+    lost = False
+    if old:
+        diff = compare(old, coverage, _package())
+        lost = bool(diff.lost)
+        if arguments.json:
+            print(diff.to_json())
+        elif arguments.markdown is not None:
+            print(coverage_markdown.diff_document(diff, arguments.sites), end="")
+        else:
+            coverage_tables.show_diff(diff, arguments.refused, arguments.sites)
+    elif arguments.json:
+        print(coverage.to_json())
+    elif arguments.markdown is not None:
+        print(coverage_markdown.document([coverage, *others], arguments.sites), end="")
     else:
-        _print(coverage, rows, arguments.refused)
-    states = Counter(row.state for row in rows)
-    nothing = rows and not states[PATCHED]
-    return 1 if states[FAILED] or nothing or len(coverage.not_imported) == len(modules) else 0
+        coverage_tables.show(coverage, arguments.refused, arguments.sites)
+    states = Counter(row.state for row in coverage.rows)
+    nothing = states and not states[PATCHED]
+    return 1 if lost or states[FAILED] or nothing or len(coverage.not_imported) == len(modules) else 0
 
 
 def sweep(modules: list[str], kernels: str, backend: str) -> Coverage:
@@ -93,12 +102,17 @@ def sweep(modules: list[str], kernels: str, backend: str) -> Coverage:
     return coverage
 
 
-def _modules(family: str) -> list[str]:
-    """The modeling modules of the families that match. Raises `CommandError`."""
+def _package() -> Path:
+    """The folder of the installed transformers. Raises `CommandError`."""
     spec = find_spec("transformers")
     if spec is None or not spec.submodule_search_locations:
         raise CommandError("transformers is not installed: pip install transformers")
-    root = Path(spec.submodule_search_locations[0])
+    return Path(spec.submodule_search_locations[0])
+
+
+def _modules(family: str) -> list[str]:
+    """The modeling modules of the families that match. Raises `CommandError`."""
+    root = _package()
     files = sorted(root.glob("models/**/modeling_*.py"))
     names = [".".join(("transformers", *file.relative_to(root).with_suffix("").parts)) for file in files]
     families = {name: name.split(".")[2] for name in names if finder.watched(name)}
@@ -108,53 +122,3 @@ def _modules(family: str) -> list[str]:
         close = difflib.get_close_matches(family.strip("*"), known, 5, 0.4) or [*known[:3], *known[-2:]]
         raise CommandError(f"no family matches {family!r}: choose from the {len(known)} such as {', '.join(close)}")
     return chosen
-
-
-def _print(coverage: Coverage, rows: list[Row], refused: bool) -> None:
-    from rich.table import Table
-
-    screen = console()
-    versions = coverage.report["versions"]
-    kernels_of = ", CPU kernels in place of the NPU's" if coverage.backend == "emulate" else ""
-    screen.print(f"transformers {versions['transformers']}, backend {coverage.backend}{kernels_of} ({coverage.chosen})")
-    screen.print("sites patched +refused:\n", markup=False)
-    kernels = [name for name in REGISTRY if any(row.kernel == name for row in rows)]
-    others = [state for state in STATES if state not in (PATCHED, REFUSED) and any(row.state == state for row in rows)]
-    counts: dict[str, Counter[tuple[str, str]]] = defaultdict(Counter)
-    for row in rows:
-        for line in (row.name.partition(".")[0], "total"):
-            counts[line][row.kernel, row.state] += 1
-            counts[line]["", row.state] += 1
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("family", overflow="fold")
-    for name in (*kernels, *others):
-        table.add_column(name, justify="right")
-    for line in [*sorted(line for line in counts if line != "total"), "total"]:
-        both = [(counts[line][kernel, PATCHED], counts[line][kernel, REFUSED]) for kernel in kernels]
-        cells = [f"{done or '-'}" + (f" +{not_done}" if not_done else "   ") for done, not_done in both]
-        table.add_row(line, *cells, *(str(counts[line]["", state] or "") for state in others))
-    if counts:
-        screen.print(table)
-    if refused:
-        screen.print()
-        screen.print(listing((row for row in rows if row.state == REFUSED), screen.width))
-    if FAILED in others:
-        screen.print()
-        screen.print(listing((row for row in rows if row.state == FAILED), screen.width))
-    if coverage.not_imported:
-        screen.print(f"\n[bold]Not imported[/] {len(coverage.not_imported)}")
-        screen.print(_by_reason(coverage.not_imported, screen.width), markup=False)
-    total = counts["total"]
-    summed = [f"{name} {total[name, PATCHED]} patched, {total[name, REFUSED]} refused" for name in kernels]
-    screen.print(f"\n{'; '.join(summed) or 'no site found'}")
-
-
-def _by_reason(not_imported: list[dict[str, str]], width: int) -> str:
-    modules: dict[str, list[str]] = defaultdict(list)
-    for failure in not_imported:
-        modules[failure["reason"]].append(failure["module"].rpartition(".")[2])
-    lines = []
-    for reason, names in modules.items():
-        lines += textwrap.wrap(f"{reason} ({len(names)})", width, initial_indent="  ", subsequent_indent="  ")
-        lines += textwrap.wrap(", ".join(names), width, initial_indent="    ", subsequent_indent="    ")
-    return "\n".join(lines)

@@ -33,7 +33,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def show(arguments: argparse.Namespace) -> int:
     """Print the sites asked for."""
-    content, rows = _read(arguments.file)
+    content, rows = read(arguments.file)
     kernels = sorted({*REGISTRY, *(row.kernel for row in rows if row.kernel)})
     if arguments.kernel is not None and arguments.kernel not in kernels:
         raise CommandError(f"kernel {arguments.kernel!r} is unknown: choose from {', '.join(kernels)}")
@@ -56,20 +56,20 @@ def show(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _read(path: str) -> tuple[dict[str, Any], list[Row]]:
-    """The file's content and its sites. Raises `CommandError`."""
+def read(path: str, expected: str = _EXPECTED) -> tuple[dict[str, Any], list[Row]]:
+    """The file's content and its sites; `expected` says what to give. Raises `CommandError`."""
     try:
         with open(path, encoding="utf-8") as file:
             content = json.load(file)
     except OSError as error:
-        raise CommandError(f"{path} cannot be read ({error.strerror}): {_EXPECTED}") from None
+        raise CommandError(f"{path} cannot be read ({error.strerror}): {expected}") from None
     except ValueError:
-        raise CommandError(f"{path} is no JSON: {_EXPECTED}") from None
+        raise CommandError(f"{path} is no JSON: {expected}") from None
     try:
         rows = [Row(**site) for site in content["sites"]]
         valid = all(row.state in STATES and all(isinstance(value, str) for value in vars(row).values()) for row in rows)
     except (TypeError, KeyError):
         valid = False
     if not valid:
-        raise CommandError(f"{path} is JSON, but no report: {_EXPECTED}")
+        raise CommandError(f"{path} is JSON, but no report: {expected}")
     return content, rows

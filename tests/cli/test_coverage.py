@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from npu_autopatch.cli import coverage
+from npu_autopatch.cli import coverage_tables
+from npu_autopatch.cli.coverage_report import Coverage
 
 from .conftest import WITHOUT_CANN
 
@@ -30,26 +31,27 @@ def test_families_are_counted_in_80_columns(command: Callable[..., object], torc
     assert re.search(r"rms_norm 2 patched, \d+ refused", done.out)
 
 
-def test_everything_as_json(command: Callable[..., object]) -> None:
-    done = command("coverage", "--json", "--backend", "emulate", "--kernels", "rms_norm")
+def test_only_the_kernels_asked_for(command: Callable[..., object]) -> None:
+    done = command("coverage", "--json", "--backend", "emulate", "--kernels", "rms_norm", "--family", "qwen3")
     assert (done.code, done.err) == (0, ""), done.err
     whole = json.loads(done.out)
     assert whole["settings"]["backend"] == "emulate" and whole["settings"]["kernels"] == ["rms_norm"]
-    assert len(whole["sites"]) == sum(whole["summary"].values())
-    assert whole["summary"]["failed"] == 0
-    assert whole["summary"]["patched"] > 100
-    assert all(site["reason"] for site in whole["sites"] if site["state"] == "refused")
-    for missing in whole["not_imported"]:
-        assert missing["module"].startswith("transformers.models.") and re.match(r"\w+: ", missing["reason"])
-    modules = {site["module"] for site in whole["sites"]}
-    assert not modules & {missing["module"] for missing in whole["not_imported"]}
+    assert [site["name"] for site in whole["sites"]] == ["qwen3.Qwen3RMSNorm"] and whole["family"] == "qwen3"
+
+
+def test_each_site_is_listed_by_family_with_variant_or_reason(command: Callable[..., object]) -> None:
+    done = command("coverage", "--family", "qwen3,cohere", "--sites", "--backend", "emulate")
+    assert (done.code, done.err) == (0, "") and done.columns <= 80
+    said = " ".join(done.out.split())
+    assert "qwen3 3 patched Qwen3RMSNorm rms_norm patched: round_then_mul Qwen3MLP swiglu patched: separate," in said
+    assert "cohere 2 patched, 1 refused CohereLayerNorm rms_norm refused: it subtracts the mean: a layer norm" in said
 
 
 def test_modules_that_need_other_packages_are_listed_by_reason(capsys: pytest.CaptureFixture[str]) -> None:
     flax, tensorflow = (f"ModuleNotFoundError: No module named {name!r}" for name in ("flax", "tensorflow"))
     modules = [f"transformers.models.m{n}.modeling_{n}" for n in range(60)]
     missing = [{"module": name, "reason": (flax, tensorflow)[n % 2]} for n, name in enumerate(modules)]
-    coverage._print(coverage.Coverage({"sites": [], "versions": {"transformers": "5"}}, missing), [], refused=False)
+    coverage_tables.show(Coverage({"sites": [], "versions": {"transformers": "5"}}, missing), False, False)
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
     assert f"{flax} (30)" in out and f"{tensorflow} (30)" in out and "Not imported 60" in out
