@@ -10,7 +10,7 @@ import pytest
 
 from npu_autopatch.version import __version__
 
-COMMANDS = ("run", "doctor", "report", "coverage", "ops", "demo")
+COMMANDS = ("run", "doctor", "report", "bisect", "coverage", "ops", "demo")
 
 
 def test_without_a_command_it_prints_help_and_ends_with_2(command: Callable[..., object]) -> None:
