@@ -29,20 +29,20 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = """\
 Find the smallest set of sites that makes COMMAND fail: run it with everything
-patched (it must fail) and with everything skipped (it must pass), then with ever
-fewer sites patched. One culprit among 1000 sites takes ten runs beside these two,
-and two that confirm it: it fails alone, and all others pass. Several culprits
-take more.
+patched (it must fail) and with everything skipped (it must pass), then with
+ever fewer sites patched. One culprit among 1000 sites takes ten runs beside
+these two, and two that confirm it: it fails alone, and all others pass.
+Several culprits take more.
 
-A run fails if its exit code is not 0; with --until-nan also if it prints a nan
-or inf as a number, and it is stopped there; with --compare also if the losses it
-prints differ from those of a run with NPU_AUTOPATCH=0. So for a loss that is
-wrong: fix the seeds, shorten the training to the first steps that show it, and
-let it print its losses as it does. With a CMD of your own, anything that it
-prints or writes can be compared.
+A run fails if its exit code is not 0; with --until-nan also if it prints a
+nan or inf as a number, and it is stopped there; with --compare also if the
+losses it prints differ from those of a run with NPU_AUTOPATCH=0. So for a
+loss that is wrong: fix the seeds, shorten the training to the first steps
+that show it, and let it print its losses as it does. With a CMD of your own,
+anything that it prints or writes can be compared.
 
-Exit code 0 if culprits were found, 1 if there is nothing to find: COMMAND passes,
-or fails without patches, too.
+Exit code 0 if culprits were found, 1 if there is nothing to find: COMMAND
+passes, or fails without patches, too.
 """
 
 

@@ -28,8 +28,9 @@ class Sites:
         seen = {row.name for row in first}
         rows = [row for row in first if row.state == PATCHED]
         rows += [row for row in skipped if row.state == SKIPPED and row.name not in seen]
+        once = {(row.module, row.name, row.kernel): row for row in rows}  # each process of a launcher has them
         self.rows: dict[str, list[Row]] = {}
-        for row in sorted(rows, key=lambda row: "?" not in pattern(row.name)):
+        for row in sorted(once.values(), key=lambda row: "?" not in pattern(row.name)):
             wide = (known for known in self.rows if "?" in known and fnmatchcase(row.name, known))
             self.rows.setdefault(next(wide, pattern(row.name)), []).append(row)
         serving = [name for name, held in self.rows.items() if not any(finder.watched(row.module) for row in held)]

@@ -94,6 +94,12 @@ def test_each_site_can_be_skipped_alone_whatever_its_name(names: list[str]) -> N
         assert left(pattern, names) == {*names} - {row.name}
 
 
+def test_a_site_that_many_processes_have_is_one() -> None:
+    first = rows("a.Norm", "a.Norm") + rows("a.Norm", state="refused")
+    (site,) = Sites(first, rows("a.Norm", state="skipped")).rows.values()
+    assert site == rows("a.Norm")
+
+
 def test_names_that_a_pattern_cannot_tell_apart_are_one() -> None:
     sites = Sites(rows("odd+1.Norm", "odd-1.Norm", "odd 1.Norm"))
     assert [len(sites.rows[pattern]) for pattern in sites.patterns] == [3]
