@@ -11,10 +11,10 @@ SWEEP := tests/kernels/test_every_norm.py tests/kernels/test_every_mlp.py tests/
 # environments of their own
 APART := tests/packaging tests/virtual_npu tests/hub_kernels
 # many families: a process of its own, too; all on both majors, on the version between some and all with experts
-FAMILIES := tests/models
+FAMILIES := tests/models tests/verification
 SOME-5.0.0 := -k "moe_families or llama or qwen3 or glm4 or phi3 or gemma3 or deepseek_v3 or gpt_oss or t5"
 
-.PHONY: demo test test-virtual-npu test-packaging test-hub-kernels lint bench bench-launches clean \
+.PHONY: demo test test-virtual-npu test-packaging test-hub-kernels lint verify-all bench bench-launches clean \
         coverage-docs $(VERSIONS:%=test-%)
 
 demo: $(ENVS)/5.24.0/ready
@@ -62,6 +62,14 @@ lint: $(ENVS)/5.24.0/ready
 	$(ENVS)/5.24.0/bin/ruff check .
 	$(ENVS)/5.24.0/bin/ruff format --check .
 	$(ENVS)/5.24.0/bin/mypy
+
+# every model type, which takes long; the numbers are how many have to pass
+verify-all: verify-5.24.0 verify-4.57.6
+verify-5.24.0 verify-4.57.6: export OMP_NUM_THREADS = 1
+verify-5.24.0: LEAST := 100
+verify-4.57.6: LEAST := 60
+verify-5.24.0 verify-4.57.6: verify-%: $(ENVS)/%/ready
+	$(ENVS)/$*/bin/python -m tests.verification.sweep $(LEAST)
 
 bench: $(ENVS)/5.24.0/ready
 	$(ENVS)/5.24.0/bin/python -m benchmarks

@@ -70,6 +70,8 @@ class Trace:
                 _note(calls, follower, args, kwargs)
 
         followed.__npu_autopatch_followed__ = replacement  # type: ignore[attr-defined]
+        if original is not None:  # by it kernels tell whose function stands in a class
+            followed.__wrapped__ = original
         return followed
 
     def to_json(self) -> str:

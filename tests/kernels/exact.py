@@ -6,21 +6,11 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+from npu_autopatch.verification.double import InDouble
 
-
-class InDouble(TorchFunctionMode):
-    """Every cast to a narrower float becomes one to fp64, so that a module's own forward computes in fp64."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function in (Tensor.float, Tensor.half, Tensor.bfloat16):
-            return args[0].double()
-        args = tuple(torch.float64 if arg in _FLOATS else arg for arg in args) if function is Tensor.to else args
-        kwargs = {key: torch.float64 if value in _FLOATS else value for key, value in (kwargs or {}).items()}
-        return function(*args, **kwargs)
+__all__ = ["CallsOf", "InDouble", "behind", "error_in_ulps"]
 
 
 class CallsOf(TorchDispatchMode):

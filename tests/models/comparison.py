@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.kernels.exact import InDouble
+from npu_autopatch.verification.comparison import as_one, error
+from npu_autopatch.verification.double import InDouble
 
 
 @dataclass(frozen=True)
@@ -96,12 +97,3 @@ def further(name: str, got: Tensor, original: Tensor, exact: Tensor, dtype: torc
     mine, theirs = error(got, exact), error(original, exact)
     limit = 1.5 * theirs + torch.finfo(dtype).eps * exact.abs().max().item()
     return "" if mine <= limit else f"{name}: mean error {mine:.2e}, the original's {theirs:.2e}, limit {limit:.2e}"
-
-
-def error(got: Tensor, exact: Tensor) -> float:
-    """The mean distance over all elements."""
-    return (got.cpu().double() - exact).abs().mean().item()
-
-
-def as_one(pairs: list[tuple[str, Tensor, Tensor, Tensor]], which: int) -> Tensor:
-    return torch.cat([(pair[which].cpu().double() / pair[3].abs().max()).flatten() for pair in pairs if pair[3].any()])

@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from . import small
+from npu_autopatch.verification import small
 
 V5 = int(transformers.__version__.partition(".")[0]) >= 5
 OLD = transformers.__version__.startswith(("4.", "5.0."))

@@ -21,9 +21,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import npu_autopatch
 from npu_autopatch.reporting import Row
+from npu_autopatch.verification.comparison import Pass, behind, errors, unlike
 
 from .moe_families import FAMILIES, PRESENT, V5, inputs, tiny, with_labels
-from .moe_passes import Call, Pass, behind, blocks, errors, of_block, of_model, unlike
+from .moe_passes import Call, blocks, of_block, of_model
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MODES = ("train", "eval")

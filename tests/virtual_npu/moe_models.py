@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import npu_autopatch
-from tests.models.moe_choices import Choices
+from npu_autopatch.verification.choices import Choices
+from npu_autopatch.verification.comparison import Pass
+from npu_autopatch.verification.small import small_model
 from tests.models.moe_families import inputs
-from tests.models.moe_passes import Pass, of_model
-from tests.models.small import small_model
+from tests.models.moe_passes import of_model
 
 from .accounting import Counts
 

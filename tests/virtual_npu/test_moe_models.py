@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
 
 import npu_autopatch
+from npu_autopatch.verification.choices import Choices
+from npu_autopatch.verification.comparison import behind, error, errors, unlike
+from npu_autopatch.verification.small import small_model
 from tests.kernels.exact import InDouble
-from tests.models.comparison import error, further, trained, worse
-from tests.models.moe_choices import Choices
-from tests.models.moe_passes import behind, errors, of_model, unlike
-from tests.models.small import small_model
+from tests.models.comparison import further, trained, worse
+from tests.models.moe_passes import of_model
 
 from .accounting import counted
 from .likeness import distance
@@ -190,7 +192,8 @@ def test_a_model_compiles_whole_forward_and_backward(name):
         with counted() as counts:
             out = compiled(**batch)
             out.loss.backward()
-    assert launched(counts) == forwards(model) + backwards(model)
+    expected = forwards(model) + backwards(model)  # torch_npu's unpermute returns its input: torch computes it here
+    assert launched(counts) == Counter({op: n for op, n in expected.items() if "unpermute" not in op})
     gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     assert distance(out.logits.cpu(), want[0]) < 1e-5
     assert distance(gradients.cpu(), want[1]) < 1e-4

@@ -40,7 +40,7 @@ class Choices(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function is Tensor.uniform_:
-            low, high = (*args[1:], *(0.0, 1.0)[len(args) - 1 :])
+            low, high = tuple(args[1:]) + (0.0, 1.0)[len(args) - 1 :]
             low, high = kwargs.get("from", low), kwargs.get("to", high)
             return args[0].copy_(self._drawn(args[0]) * (high - low) + low)
         if function is Tensor.exponential_:

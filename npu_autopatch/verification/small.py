@@ -1,4 +1,4 @@
-"""Any model type of transformers made small: its default config with every structural setting kept, and random weights.
+"""Any model of transformers made small: its config with every structural setting kept, and random weights.
 
 What a config means is told from its names and its own defaults: a size becomes a small one that differs from all other
 sizes, one that equals another by default still equals it, and of the layers one of each kind stays. Nothing here is a
@@ -28,6 +28,8 @@ EXPERTS, TOP_K = 8, 3
 GROUPS, TOP_GROUPS = 4, 2
 WINDOW = 6
 POSITIONS = 64
+_OF_FILES = {"architectures", "auto_map", "dtype", "torch_dtype", "model_type", "quantization_config", "_name_or_path"}
+_OF_FILES |= {"transformers_version", "per_layer_config"}  # the latter is a view, and made small by itself
 _WIDE = 100  # below this a number counts things, and is kept unless its name tells
 
 
@@ -45,7 +47,7 @@ def text_type(model_type: str) -> str:
 
 def small_config(model_type: str, **changes: Any) -> PretrainedConfig:
     """The default config of `model_type`, small. `changes` are set over it. Raises what its class raises."""
-    return _small(CONFIG_MAPPING[model_type], changes)
+    return smaller(CONFIG_MAPPING[model_type](), changes)
 
 
 def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
@@ -70,7 +72,8 @@ def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
         names += [name for name in found if name.endswith(ending) and not name.endswith("PreTrainedModel")]
     for name in names:
         if name in found or hasattr(transformers, name):
-            return found.get(name) or getattr(transformers, name)
+            cls: type[PreTrainedModel] = found.get(name) or getattr(transformers, name)
+            return cls
     raise LookupError(f"there is no model for {type(config).__name__}")
 
 
@@ -83,7 +86,8 @@ def small_model(model_type: str, dtype: torch.dtype = torch.float32, **changes: 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = model_class(config)(config)
-    return as_loaded(randomise(model), dtype)
+    loaded: PreTrainedModel = as_loaded(randomise(model), dtype)
+    return loaded
 
 
 def randomise(model: nn.Module) -> Any:
@@ -109,29 +113,45 @@ def as_loaded(model: Any, dtype: torch.dtype) -> Any:
     return model
 
 
-def _small(cls: type[PretrainedConfig], changes: dict[str, Any]) -> PretrainedConfig:
-    default = cls()
-    layers = _Layers(default)
-    sizes = _Sizes(default, len(layers.kept) or LAYERS)
-    declared = {name: _read(default, name) for name in _declared(cls) if name not in changes}
+def smaller(config: PretrainedConfig, changes: dict[str, Any] | None = None) -> PretrainedConfig:
+    """`config`, small. `changes` are set over it. Raises what its class raises."""
+    cls, changes = type(config), changes or {}
+    layers = _Layers(config)
+    sizes = _Sizes(config, len(layers.kept) or LAYERS)
+    declared = {name: _read(config, name) for name in _declared(cls) if name not in changes}
     for name, value in declared.items():
         if re.fullmatch(_RELATED, name):
             sizes.of(name, value)  # first what others may equal
-    settings = dict(changes)
+    settings = {**_own(config), **changes}
     for name, value in declared.items():
         if isinstance(value, PretrainedConfig):
-            settings[name] = _small(type(value), {})
+            settings[name] = smaller(value)
             continue
         small = layers.of(name, value, sizes)
         if small is not value and small != value:
             settings[name] = small
-    if overrides := default.to_dict().get("per_layer_config"):
+    if overrides := config.to_dict().get("per_layer_config"):
         settings["per_layer_config"] = {
             str(layers.kept.index(int(layer))): sizes.of("", values)
             for layer, values in overrides.items()
             if int(layer) in layers.kept
         }
     return cls(**settings)
+
+
+def _own(config: PretrainedConfig) -> dict[str, Any]:
+    """What a config has that the default one of its class has not, but for what names its files and their format."""
+    try:
+        default = vars(type(config)())
+    except Exception:  # it insists on some
+        default = {}
+    settings = {}
+    for name in config.to_diff_dict():
+        value = _read(config, name)
+        known = name in default and (_read(config, name) is default[name] or value == default[name])
+        if not (known or isinstance(value, PretrainedConfig) or name in _OF_FILES):
+            settings[name] = value
+    return settings
 
 
 def _read(config: PretrainedConfig, name: str) -> Any:
@@ -144,12 +164,12 @@ def _read(config: PretrainedConfig, name: str) -> Any:
 
 def _declared(cls: type[PretrainedConfig]) -> list[str]:
     """What the constructor of a config takes by name."""
-    if dataclasses.is_dataclass(cls):
-        return [field.name for field in dataclasses.fields(cls) if field.init]
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [
-        name for name, p in inspect.signature(cls.__init__).parameters.items() if name != "self" and p.kind in kinds
-    ]
+    parameters = inspect.signature(cls.__init__).parameters.items()
+    named = [name for name, parameter in parameters if name != "self" and parameter.kind in kinds]
+    if dataclasses.is_dataclass(cls):  # remote code may have a constructor of its own all the same
+        named = [field.name for field in dataclasses.fields(cls) if field.init] + named
+    return list(dict.fromkeys(named))
 
 
 class _Layers:
@@ -160,7 +180,7 @@ class _Layers:
 
     def __init__(self, config: PretrainedConfig) -> None:
         self.count = next((n for name in self._COUNTS if type(n := _read(config, name)) is int), 0)
-        kinds = []
+        kinds: list[list[Any]] = []
         for name in vars(config):
             value = _read(config, name)
             if self._by_index(name, value):
