@@ -19,6 +19,7 @@ from npu_autopatch.cli.bisect_outcome import Outcome, described, print_, so_far,
 from npu_autopatch.cli.bisect_run import Program, Run
 from npu_autopatch.cli.bisect_search import Search
 from npu_autopatch.cli.bisect_sites import Sites
+from npu_autopatch.cli.bisect_verify import verify
 from npu_autopatch.cli.terminal import CommandError, progress
 from npu_autopatch.kernels import REGISTRY
 from npu_autopatch.reporting import PATCHED, SKIPPED
@@ -74,6 +75,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     backends = "default: NPU_AUTOPATCH_BACKEND, or npu where torch has a device, else emulate"
     parser.add_argument("--backend", choices=BACKENDS, help=backends)
     parser.add_argument("--logs", metavar="FOLDER", help="where the output of each run goes (a new one in /tmp)")
+    parser.add_argument("--no-verify", dest="verify", action="store_false", help="do not verify the culprits' models")
     parser.add_argument("--json", action="store_true", help="runs, culprits and what to skip as JSON")
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="COMMAND", help="the program and its arguments")
     parser.set_defaults(func=_from_arguments)
@@ -103,8 +105,10 @@ def _from_arguments(arguments: argparse.Namespace) -> int:
         bar.console.print(f"{shlex.join(command)}\n{where(outcome)}; output in {folder}", markup=False, soft_wrap=True)
         try:
             outcome.verdict, outcome.words = _bisect(outcome, _Runs(program, outcome.backend, bar, task))
+            if arguments.verify:
+                _verify(outcome, bar, task)
         except KeyboardInterrupt:
-            outcome.words = so_far(outcome)
+            outcome.words = outcome.words or so_far(outcome)
     if arguments.json:
         print(json.dumps(described(outcome), indent=1))
     else:
@@ -222,6 +226,15 @@ def _bisect(outcome: Outcome, runs: _Runs) -> tuple[str, str]:
     outcome.search = search = Search(sites.patterns, sites.shared, fails)
     search.run()
     return "found", "with this in the environment COMMAND passes:"
+
+
+def _verify(outcome: Outcome, bar: Progress, task: Any) -> None:
+    """Have the culprits verified, a model for each family."""
+    rows = [row for culprit in outcome.culprits for row in culprit.rows]
+    families = {row.name.partition(".")[0] for row in rows if row.module.startswith("transformers.models.")}
+    for number, family in enumerate(sorted(families)):
+        bar.update(task, total=len(families), completed=number, description=f"npu-autopatch verify {family}")
+        outcome.verified |= verify(family, outcome.backend)
 
 
 def _by(criterion: Criterion) -> str:

@@ -16,11 +16,15 @@ from npu_autopatch.reporting import Row
 
 @dataclass
 class Culprit:
-    """Sites that fail together and none without the others, and the run in which only they were patched."""
+    """Sites that fail together and none without the others, and the run in which only they were patched.
+
+    `verified` is what `npu-autopatch verify` says of them, where it can.
+    """
 
     rows: list[Row]
     run: Run
     together: bool
+    verified: list[str]
 
 
 @dataclass
@@ -35,16 +39,17 @@ class Outcome:
     search: Search | None = None
     own: str = ""
     failed: dict[frozenset[str], Run] = field(default_factory=dict)
+    verified: dict[str, str] = field(default_factory=dict)
 
     @property
     def culprits(self) -> list[Culprit]:
         """Each minimal set that fails by itself."""
-        return [
-            Culprit(
-                [row for name in found for row in self.sites.rows[name]], self.failed[frozenset(found)], len(found) > 1
-            )
-            for found in (self.search.found if self.search else [])
-        ]
+        return [self._culprit(found) for found in (self.search.found if self.search else [])]
+
+    def _culprit(self, found: list[str]) -> Culprit:
+        rows = [row for name in found for row in self.sites.rows[name]]
+        verified = [self.verified[row.name] for row in rows if row.name in self.verified]
+        return Culprit(rows, self.failed[frozenset(found)], len(found) > 1, verified)
 
     @property
     def skip(self) -> str:
@@ -89,6 +94,7 @@ def described(outcome: Outcome) -> dict[str, Any]:
                 "sites": [asdict(row) for row in culprit.rows],
                 "failure": culprit.run.failure,
                 "log": str(culprit.run.log),
+                "verified": culprit.verified,
             }
             for culprit in outcome.culprits
         ],
@@ -102,6 +108,8 @@ def described(outcome: Outcome) -> dict[str, Any]:
 def print_(outcome: Outcome) -> None:
     """The culprits, the verdict, and the line for the environment."""
     from rich.markup import escape
+    from rich.padding import Padding
+    from rich.text import Text
 
     screen = console()
     for number, culprit in enumerate(outcome.culprits, start=1):
@@ -109,6 +117,8 @@ def print_(outcome: Outcome) -> None:
         screen.print(f"[bold]culprit {number}[/] [red]{how}[/]: {escape(culprit.run.failure)} ({culprit.run.log.name})")
         named = [(row.name, ", ".join(filter(None, (row.kernel, row.variant)))) for row in culprit.rows]
         screen.print(beside(named, screen.width))
+        for words in culprit.verified:
+            screen.print(Padding(Text(words), (0, 0, 0, 2)))
     if outcome.culprits:
         screen.print()
     screen.print(outcome.words, markup=False)

@@ -116,13 +116,21 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def bisect(command: Callable[..., Outcome], warm: Path, tmp_path: Path) -> Callable[..., Outcome]:
     """Run `bisect` on a script; `planted` are the faults in it, keywords variables."""
 
-    def run(script: str, *options: str, planted: dict[str, str], cold: bool = False, **variables: str) -> Outcome:
+    def run(
+        script: str,
+        *options: str,
+        planted: dict[str, str],
+        cold: bool = False,
+        verified: bool = False,
+        **variables: str,
+    ) -> Outcome:
         (tmp_path / "script.py").write_text(textwrap.dedent(script))
         (tmp_path / "sitecustomize.py").write_text("import tests.cli.planting\n")
         client = ("-I", "-S", str(PROJECT / "tests" / "cli" / "planting.py"), str(warm))
         program = (sys.executable, *(() if cold else client), "script.py")
         variables |= {"NPU_AUTOPATCH_BACKEND": "emulate", "HF_MODULES_CACHE": str(tmp_path / "hf")}
         variables |= {"PLANTED": json.dumps(planted), "OMP_NUM_THREADS": "1"}
+        options = (*options, *(() if verified else ("--no-verify",)))
         return command(
             "bisect", "--logs", "logs", *options, "--", *program, folders=(tmp_path,), started=True, **variables
         )
@@ -151,11 +159,14 @@ def test_a_site_that_raises_is_found_by_the_exit_code(bisect: Callable[..., Outc
 
 
 def test_a_site_that_gives_nan_is_found_by_the_loss_printed(bisect: Callable[..., Outcome]) -> None:
-    done = bisect(LLAMA, "--until-nan", "--json", planted={"llama.LlamaRMSNorm": "nan"}, NPU_AUTOPATCH="rms_norm,rope")
+    planted = {"llama.LlamaRMSNorm": "nan"}
+    done = bisect(LLAMA, "--until-nan", "--json", planted=planted, verified=True, NPU_AUTOPATCH="rms_norm,rope")
     assert culprits(done) == [["llama.LlamaRMSNorm"]]
     found = json.loads(done.out)
     assert found["culprits"][0]["failure"].startswith("printed \"step 0 {'train_loss': nan}")
     assert found["skip"] == "llama.LlamaRMSNorm"
+    (verified,) = found["culprits"][0]["verified"]
+    assert verified.startswith("npu-autopatch verify llama: ") and "nothing is wrong" not in verified
 
 
 def test_a_site_that_is_wrong_is_found_by_losses_that_differ(bisect: Callable[..., Outcome]) -> None:

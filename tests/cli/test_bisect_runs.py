@@ -45,7 +45,7 @@ try:
         time.sleep(30)
     sys.exit(3 if "exit" in done else 0)
 finally:
-    rows = [dict(module=f"transformers.models.m.modeling_m", name=name, kernel="rms_norm", variant="plain", state=state)
+    rows = [dict(module="transformers.models.m.modeling_m", name=name, kernel="rms_norm", variant="plain", state=state)
             for name, state in states.items()]
     if on and names and not os.environ.get("SILENT"):
         with open(os.environ["NPU_AUTOPATCH_REPORT"].replace("{{pid}}", str(os.getpid())), "w") as file:
@@ -63,7 +63,7 @@ def program(tmp_path: Path) -> tuple[str, ...]:
 def bisect(command: Callable[..., Outcome], program: tuple[str, ...]) -> Callable[..., Outcome]:
     def run(*options: str, faults: dict[str, str], **variables: str) -> Outcome:
         variables = {"NPU_AUTOPATCH_BACKEND": "emulate", "FAULTS": json.dumps(faults), **variables}
-        return command("bisect", *options, *program, started=True, **variables)
+        return command("bisect", "--no-verify", *options, *program, started=True, **variables)
 
     return run
 
@@ -166,7 +166,7 @@ def test_ctrl_c_ends_the_program_and_leaves_what_is_known(
 ) -> None:
     slow = tmp_path / "slow"
     process = subprocess.Popen(
-        [sys.executable, "-m", "npu_autopatch.cli", "bisect", *program],
+        [sys.executable, "-m", "npu_autopatch.cli", "bisect", "--no-verify", *program],
         env=environment(
             HOOK / "chain", HOOK, NPU_AUTOPATCH_BACKEND="emulate", FAULTS='{"family0.Class1": "exit"}', SLOW=str(slow)
         ),
@@ -190,7 +190,9 @@ def test_on_a_machine_with_an_npu_the_backend_is_npu(
     command: Callable[..., Outcome], program: tuple[str, ...], torch_npu: Callable[[str], Path]
 ) -> None:
     faults = json.dumps({"family0.Class1": "exit"})
-    done = command("bisect", *program, folders=(torch_npu(WITH_TWO_DEVICES),), started=True, FAULTS=faults)
+    done = command(
+        "bisect", "--no-verify", *program, folders=(torch_npu(WITH_TWO_DEVICES),), started=True, FAULTS=faults
+    )
     assert done.code == 0 and "backend npu" in done.out and "emulate" not in done.out + done.err
 
 
@@ -220,6 +222,14 @@ def test_bad_input_is_one_sentence(
     said = [line for line in done.err.splitlines() if line.startswith("npu-autopatch bisect: ")]
     assert len(said) == 1 and all(word in said[0] for word in named), done.err
     assert "Traceback" not in done.err
+
+
+def test_culprits_that_nobody_can_verify_are_found_all_the_same(
+    command: Callable[..., Outcome], program: tuple[str, ...]
+) -> None:
+    variables = {"NPU_AUTOPATCH_BACKEND": "emulate", "FAULTS": '{"family0.Class1": "exit"}'}
+    whole = found(command("bisect", "--json", *program, started=True, **variables))
+    assert names(whole) == [["family0.Class1"]] and whole["culprits"][0]["verified"] == []
 
 
 def test_wrong_settings_are_refused_before_anything_runs(command: Callable[..., Outcome]) -> None:
