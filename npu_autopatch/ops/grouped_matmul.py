@@ -97,7 +97,8 @@ def traces() -> bool:
 @functools.cache
 def op() -> Ops:
     """The ops of this process; asked for once both capabilities are there."""
-    unpermute = functools.partial(token_permute.unpermute, mixed=token_permute.takes_mixed())
+    mixed, compiles = token_permute.takes_mixed(), not token_permute.gives_its_input()
+    unpermute = functools.partial(token_permute.unpermute, mixed=mixed, compiles=compiles)
     return Ops(token_permute.permute, unpermute, token_permute.counts, grouped_linear, grouped_linear_list, traces())
 
 

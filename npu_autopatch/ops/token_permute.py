@@ -36,6 +36,19 @@ def takes_mixed() -> bool:
     return gradients[1].dtype is torch.float32
 
 
+def gives_its_input() -> bool:
+    """Whether the op that autograd calls returns its rows beside the result, as torch_npu's does since October 2026.
+
+    Compiled code may not: torch warns of it where a graph first runs, raises in CI, and will always raise.
+    """
+    rows = torch.empty(1, 1, device="meta")
+    order = torch.empty(1, dtype=torch.int32, device="meta")
+    if not torch._C._jit_get_schemas_for_operator("npu::_npu_moe_token_unpermute"):
+        return False
+    results = torch.ops.npu._npu_moe_token_unpermute.default(rows, order, torch.empty(1, 1, device="meta"))
+    return any(result is rows for result in results)
+
+
 def legal(x: Tensor, ids: Tensor, weights: Tensor | None) -> bool:
     """Whether the ops take the plain rows `x` of `ids` ``[n, k]``, and bring them back by `weights` ``[n, k]``."""
     return (
@@ -68,12 +81,14 @@ def permute(x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     return rows, order
 
 
-def unpermute(y: Tensor, order: Tensor, weights: Tensor | None, mixed: bool = False) -> Tensor:
+def unpermute(y: Tensor, order: Tensor, weights: Tensor | None, mixed: bool = False, compiles: bool = True) -> Tensor:
     """The rows of `y` ``[n * k, H]`` back in place, each times its weight in `weights` ``[n, k]``, summed: ``[n, H]``.
 
     Without weights they are only put in place. The result has the dtype of `y`; to it the weights are taken first
-    unless `mixed`, that is `takes_mixed`.
+    unless `mixed`, that is `takes_mixed`. Where it is being compiled and the op does not, it is computed in torch.
     """
+    if not compiles and torch.compiler.is_compiling():
+        return _unpermuted(y, order, weights)
     if weights is not None and not mixed:
         weights = weights.to(y.dtype)
     together: Tensor = torch.ops.npu.npu_moe_token_unpermute.default(y, order, weights)

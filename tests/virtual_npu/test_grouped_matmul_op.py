@@ -178,8 +178,9 @@ def test_a_layer_compiles_whole_with_torch_npus_own_meta_kernels(dtype, listed):
         y = torch.compile(run, backend="aot_eager", fullgraph=True)(ids, *trained)
         got = (y, *torch.autograd.grad(y, trained, dy))
     assert counts.launches["npu_grouped_matmul"] == 7
+    assert not any("unpermute" in op for op in counts.launches)  # it returns its input, which compiled code may not
     for a, b in zip(got, want, strict=True):
-        assert torch.equal(a.cpu(), b.cpu())
+        torch.testing.assert_close(a.cpu(), b.cpu())
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -153,8 +153,9 @@ def test_a_layer_compiles_whole_forward_and_backward(form, dtype):
             output.backward(torch.ones_like(output))
     biased = sum(product.bias is not None for product in experts.products)
     calls = Counter({op: n for op, n in counts.launches.items() if op == PRODUCT or "npu_moe" in op})
-    names = ("npu_moe_token_permute", "npu_moe_token_unpermute")
-    names += tuple(f"{name}_grad" for name in names)
+    # this torch_npu's unpermute returns its input, which compiled code may not: torch computes it there
+    names = ("npu_moe_token_permute", "npu_moe_token_permute_grad")
     assert calls == {**dict.fromkeys(names, 1), PRODUCT: 3 * len(experts.products) + biased}
     got = [output.detach(), hidden.grad, *(p.grad for p in experts.module.parameters())]
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, want, strict=True))
+    for mine, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(mine.cpu(), theirs.cpu())
