@@ -157,12 +157,19 @@ def test_where_no_site_is_at_fault_it_says_so_and_ends_with_1(
     whole = json.loads(done.out)
     assert (whole["verdict"], whole["culprits"], whole["skip"]) == (verdict, [], "")
     assert words in whole["words"]
-    plain = bisect(*options, faults=faults, **variables)
-    assert plain.code == 1 and words in " ".join(plain.out.split()) and plain.columns <= 80 + len("/tmp/" * 20)
 
 
+def test_the_verdict_is_a_sentence_in_80_columns(bisect: Callable[..., Outcome]) -> None:
+    done = bisect(faults={"always": "exit"})
+    assert done.code == 1 and done.columns <= 80
+    assert "COMMAND fails with NPU_AUTOPATCH=0, too (exit code 3): it is not npu_autopatch's" in " ".join(
+        done.out.split()
+    )
+
+
+@pytest.mark.parametrize("ended_by", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_ends_the_program_and_leaves_what_is_known(
-    environment: Callable[..., dict[str, str]], program: tuple[str, ...], tmp_path: Path
+    environment: Callable[..., dict[str, str]], program: tuple[str, ...], tmp_path: Path, ended_by: signal.Signals
 ) -> None:
     slow = tmp_path / "slow"
     process = subprocess.Popen(
@@ -177,7 +184,7 @@ def test_ctrl_c_ends_the_program_and_leaves_what_is_known(
     until = time.monotonic() + 60
     while not (slow.exists() and slow.read_text()) and time.monotonic() < until:
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(ended_by)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in err
     assert "interrupted; a culprit is among these 5: family0.Class0, family0.Class1" in out
