@@ -194,10 +194,7 @@ def _bisect(outcome: Outcome, runs: _Runs) -> tuple[str, str]:
     if criterion.needs_reference:
         reference = runs.without(judged=False)
         if reference.failure:
-            return (
-                "not ours",
-                f"COMMAND fails with NPU_AUTOPATCH=0, too ({reference.failure}): it is not npu_autopatch's",
-            )
+            return _not_ours(reference)
         criterion.take_reference(reference.log)
     everything = runs.with_skip("everything patched", outcome.own)
     if not everything.failure:
