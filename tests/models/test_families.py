@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -34,21 +34,33 @@ KERNELS = {"npu_rms_norm": "rms_norm", "npu_rotary_mul": "rope", "npu_swiglu": "
 KERNELS["npu_grouped_matmul"] = "moe"
 
 
-@functools.cache
-def unpatched(name: str, dtype: torch.dtype) -> tuple[Outcome, Outcome]:
-    """The original's outcome, and the exact one."""
-    model = tiny(name, dtype)
-    return outcome(model, inputs(name)), exact_outcome(model, inputs(name))
+@pytest.fixture(scope="module")
+def unpatched(request: pytest.FixtureRequest) -> dict[tuple[str, torch.dtype], tuple[Outcome, Outcome]]:
+    """The original's outcome, and the exact one, of all families that are asked for: before any of them is patched."""
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    names = dict.fromkeys(item.callspec.params["name"] for item in items)
+    keys = [(name, dtype) for name in names for dtype in (torch.float32, torch.bfloat16)]
+    models = {key: tiny(*key) for key in keys}
+    return {
+        key: (outcome(model, inputs(key[0])), exact_outcome(model, inputs(key[0]))) for key, model in models.items()
+    }
 
 
-@functools.cache
-def patched(name: str, dtype: torch.dtype) -> tuple[Outcome, dict[str, int], list[Row]]:
-    """The outcome under the patch, the fused calls, and what the report has of the modules its parts come from."""
-    model = tiny(name, dtype)
-    homes = {type(part).__module__ for part in model.modules()} | {type(model).__module__}
-    with npu_autopatch.patched(backend="emulate") as report, Fused() as fused:
-        got = outcome(model, inputs(name))
-    return got, dict(fused.calls), [row for row in report.sites if row.module in homes]
+@pytest.fixture(scope="module")
+def patched(unpatched: Any) -> Iterator[Callable[..., Any]]:
+    """Every family under one patch: each block of that would prove the sites of all of them again."""
+
+    @functools.cache
+    def of(name: str, dtype: torch.dtype) -> tuple[Outcome, dict[str, int], list[Row]]:
+        """The outcome, the fused calls, and what the report has of the modules its parts come from."""
+        model = tiny(name, dtype)
+        homes = {type(part).__module__ for part in model.modules()} | {type(model).__module__}
+        with Fused() as fused:
+            got = outcome(model, inputs(name))
+        return got, dict(fused.calls), [row for row in report.sites if row.module in homes]
+
+    with npu_autopatch.patched(backend="emulate") as report:
+        yield of
 
 
 def test_forty_families_are_here() -> None:
@@ -57,14 +69,16 @@ def test_forty_families_are_here() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @each_family
-def test_every_layer_runs_fused_and_answer_and_gradients_are_no_worse(name: str, dtype: torch.dtype) -> None:
+def test_every_layer_runs_fused_and_answer_and_gradients_are_no_worse(
+    name: str, dtype: torch.dtype, unpatched: Any, patched: Any
+) -> None:
     got, calls, _ = patched(name, dtype)
     assert calls == FAMILIES[name].calls
-    assert not (found := worse(got, *unpatched(name, dtype))), "\n".join(found)
+    assert not (found := worse(got, *unpatched[name, dtype])), "\n".join(found)
 
 
 @each_family
-def test_the_report_has_every_site_of_the_family_as_patched(name: str) -> None:
+def test_the_report_has_every_site_of_the_family_as_patched(name: str, patched: Any) -> None:
     _, calls, rows = patched(name, torch.float32)
     others = [row for row in rows if row.state != "patched"]
     homes = [sys.modules[row.module] for row in rows]
@@ -133,14 +147,13 @@ class Instead(TorchFunctionMode):
 
 
 @each_family
-def test_a_mistake_in_an_op_would_show(name: str) -> None:
-    original, exact = unpatched(name, torch.float32)
+def test_a_mistake_in_an_op_would_show(name: str, unpatched: Any, patched: Any) -> None:
+    original, exact = unpatched[name, torch.float32]
     model, calls = tiny(name), FAMILIES[name].calls
     mistakes = {words: WRONG[words] for words in WRONG if WRONG[words][0] in calls}
     assert mistakes
-    with npu_autopatch.patched(backend="emulate"):
-        _OPS.update({op: getattr(torch.ops.npu, op).default for op, _ in mistakes.values()})
-        for words, (op, wrong) in mistakes.items():
-            with Instead(op, wrong):
-                answer = copy.deepcopy(model)(**inputs(name))[0].detach()
-            assert further("", answer, original.answer, exact.answer, torch.float32), words
+    _OPS.update({op: getattr(torch.ops.npu, op).default for op, _ in mistakes.values()})
+    for words, (op, wrong) in mistakes.items():
+        with Instead(op, wrong):
+            answer = copy.deepcopy(model)(**inputs(name))[0].detach()
+        assert further("", answer, original.answer, exact.answer, torch.float32), words
