@@ -15,7 +15,7 @@ from npu_autopatch.kernels import REGISTRY
 from npu_autopatch.reporting import FAILED, PATCHED, Report, Row
 from npu_autopatch.settings import Settings, SettingsError
 from npu_autopatch.verification import compiled, passes, sites
-from npu_autopatch.verification.comparison import Errors, Pass, behind, errors, furthest, largest, unlike
+from npu_autopatch.verification.comparison import Errors, Pass, errors, furthest, largest, typically_behind, unlike
 from npu_autopatch.verification.compiled import COMPILED
 from npu_autopatch.verification.passes import CHECKPOINTS, MODES, TRAINING, NotPossible
 from npu_autopatch.verification.result import Part, SiteResult, Verification
@@ -62,8 +62,6 @@ def verify(
     for seed in MORE_SEEDS if first.behind() and not first.hopeless() else ():
         progress("other inputs", (seed - MORE_SEEDS[0]) / len(MORE_SEEDS))
         draws.append(work.draw(seed, first.behind(), lambda words, share: None))
-        if len(draws) > 2 and not _behind(draws):
-            break
     for where, words in first.problems:
         work.part(where).problems.append(words)
     for (where, case), far in _behind(draws).items():
@@ -106,7 +104,7 @@ class _Draw:
 def _behind(draws: list[_Draw]) -> dict[Where, list[str]]:
     found = {}
     for where in draws[0].errors:
-        if words := behind(draw.errors[where] for draw in draws if where in draw.errors):
+        if words := typically_behind([draw.errors[where] for draw in draws if where in draw.errors]):
             found[where] = words
     return found
 

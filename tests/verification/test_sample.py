@@ -24,7 +24,7 @@ SAMPLE = [
     "cohere2",
     "mistral",
     "starcoder2",
-    "t5",
+    "glm",
     "gpt_neox",
     "ernie4_5",
     "smollm3",
