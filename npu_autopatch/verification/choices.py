@@ -31,6 +31,7 @@ class Choices(TorchFunctionMode):
         self.earlier: Iterator[Tensor] | None = None if earlier is None else iter(earlier.kept)
         self.generator = torch.Generator().manual_seed(9)
         self.differing = 0
+        self.drawn = False
 
     @property
     def spent(self) -> bool:
@@ -60,6 +61,7 @@ class Choices(TorchFunctionMode):
         return result
 
     def _drawn(self, like: Tensor) -> Tensor:
+        self.drawn = True
         return torch.rand(like.shape, generator=self.generator)
 
     def _kept(self, index: Tensor, dim: int | None) -> Tensor:

@@ -58,6 +58,8 @@ def run(model: Any, mode: str, batch: dict[str, Any], earlier: Choices | None = 
         else:
             stack.enter_context(torch.no_grad())
             output = _decoded(model, batch) if mode == DECODE else _answer(model(**batch, use_cache=False))
+    if mode == CHECKPOINTS and choices.drawn:  # the second forward is under no mode of torch, and draws other ones
+        raise NotPossible("the model draws random numbers, which here are not those of the second forward")
     returned, kind = flat(output)
     gradients = {} if mode in (PREFILL, DECODE) else {name: p.grad for name, p in model.named_parameters()}
     return Pass(returned, kind, gradients, choices)

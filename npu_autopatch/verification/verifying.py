@@ -198,6 +198,9 @@ class _Work:
         if isinstance(original, Exception):
             self._not_run(name, f"the model itself raises {_said(original)}")
             return
+        if not all(value.isfinite().all() for value in original.returned.values()):
+            self._not_run(name, "the model itself gives nan or inf")
+            return
         if name not in self.parts:
             self.parts[name] = Part(name)
             self.found.modes.append(self.parts[name])
@@ -208,7 +211,10 @@ class _Work:
             drawn.problems.append((name, "no graph has a fused op"))
         exact = _tried(passes.run, model, _PLAIN.get(mode, mode), batch, got.choices, True)
         if isinstance(exact, Exception):
-            self._not_run(name, f"in fp64, the model itself raises {_said(exact)}")
+            self._without_reference(name, f"in fp64, the model itself raises {_said(exact)}")
+            return
+        if not all(value.isfinite().all() for value in exact.returned.values()):
+            self._without_reference(name, "in fp64, the model itself gives nan or inf")
             return
         self._compare(drawn, name, name, got, original, exact, dtype)
 
@@ -252,6 +258,12 @@ class _Work:
         kept = drawn.errors[where, case]
         for name, values in errors(got, original, exact, dtype).items():
             kept[name] = tuple(a + b for a, b in zip(kept.get(name, (0.0, 0.0, 0.0)), values, strict=True))  # type: ignore[assignment]
+
+    def _without_reference(self, name: str, why: str) -> None:
+        """Take a mode that cannot be measured out of those that were verified."""
+        self._not_run(name, why)
+        if self.parts[name] in self.found.modes:
+            self.found.modes.remove(self.parts[name])
 
     def _not_run(self, name: str, why: str) -> None:
         line = f"{name}: {why}"
