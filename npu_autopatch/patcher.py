@@ -39,15 +39,20 @@ def patch_module(
             rows.clear()
             planned.clear()
             changes = ledger.changes
-            with probing.undisturbed():
-                for kernel in kernels:
-                    kernel_name, site, missing = kernel.name, None, kernel.missing()
-                    # all found before any is decided on: an unfinished search would count as a holder
-                    for site in list(_sites(module, kernel, ledger)):
-                        row, replacement = _decide(site, kernel, missing, settings, ledger)
-                        rows.append(row)
-                        if replacement is not None:
-                            planned.append((site, kernel_name, replacement))
+            try:
+                with probing.undisturbed():
+                    for kernel in kernels:
+                        kernel_name, site, missing = kernel.name, None, kernel.missing()
+                        # all found before any is decided on: an unfinished search would count as a holder
+                        for site in list(_sites(module, kernel, ledger)):
+                            row, replacement = _decide(site, kernel, missing, settings, ledger)
+                            rows.append(row)
+                            if replacement is not None:
+                                planned.append((site, kernel_name, replacement))
+            except Exception:
+                if ledger.changes == changes:
+                    raise
+                continue  # what went wrong may be that another thread's patch was taken for the original
             rows += _replaced_classes(module)
             with ledger.changing:
                 if ledger.changes == changes:  # or else another thread's patches may have been taken for the original

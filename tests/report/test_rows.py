@@ -79,6 +79,7 @@ def test_json_has_every_site_and_the_surroundings() -> None:
         "skip": ["gemma2"],
         "backend": "emulate",
         "strict": False,
+        "trace": False,
         "report_path": "",
         "log_level": "info",
         "active": True,

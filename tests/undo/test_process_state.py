@@ -77,7 +77,9 @@ def test_nothing_differs_after_a_block() -> None:
     changed = {key for key in inside if inside[key] is not before[0].get(key)}
     served = {key for key in changed if key[-2:] == ("Qwen3NextExperts", "_npu_grouped_mm")}
     assert bool(served) == hasattr(modeling_qwen3_next, "Qwen3NextExperts")
-    changed -= served
+    listed = {key for key in changed if key[-2:] == ("Qwen3NextSparseMoeBlock", "forward")}
+    assert bool(listed) != bool(served)  # transformers 4 has the loop over its experts in the block
+    changed -= served | listed
     assert {key[-1] for key in changed} == {"forward", "apply_rotary_pos_emb"}
     assert {key[0] for key in changed if key[-1] != "forward"} == {module.__name__ for module in MODULES}
     assert {key[-2] for key in changed if key[-1] == "forward"} == {
