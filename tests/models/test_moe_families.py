@@ -68,7 +68,7 @@ def patched(name: str) -> Runs:
     model = tiny(name)
     homes = {type(part).__module__ for part in model.modules()}
     with npu_autopatch.patched(kernels="moe", backend="emulate") as report:
-        rows = [row for row in report.sites if row.module in homes]
+        rows = [row for row in report.sites if row.module in homes and row.kernel == "moe"]
         runs = Runs(rows, blocks(model, rows))
         for dtype in DTYPES:
             for mode in MODES:
