@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import sys
 import traceback
@@ -12,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -47,8 +49,8 @@ _last_settings: Settings | None = None
 def enable(kernels: str | Iterable[str] = "all", skip: str | Iterable[str] = (), backend: str = "npu") -> None:
     """Patch every modeling module, loaded and to come, until `disable`.
 
-    `kernels` and `skip` are as in the environment, or lists. `backend` is ``npu``, or ``emulate`` to fuse CPU tensors
-    too. Raises `SettingsError`, and whatever goes wrong in patching.
+    `kernels` and `skip` are as in the environment, or lists. `backend` is ``npu``, or ``emulate`` to fuse CPU tensors,
+    and those of the meta device, too. Raises `SettingsError`, and whatever goes wrong in patching.
     """
     _lasting.append(_begin(Activation(Settings.of(REGISTRY, kernels, skip, backend))))
 
@@ -70,9 +72,30 @@ def patched(
     """Patch as `enable` does, and restore exactly on exit. Gives the report as it is on entry."""
     activation = _begin(Activation(Settings.of(REGISTRY, kernels, skip, backend)))
     try:
-        yield report()
+        _finish_half_loaded()
+        told = [_OnEntry(list(_rows.values()), _described(activation.settings))]
+        kept = weakref.ref(told[0])
+        yield told.pop()
+        if (on_entry := kept()) is not None:  # it may be read later
+            _ = on_entry.sites
     finally:
         _end(activation)
+
+
+class _OnEntry(Report):
+    """A report that asks for live instances and other holders when it is first read: most blocks' never is."""
+
+    def __init__(self, rows: list[Row], settings: dict[str, object]) -> None:
+        self._rows, self.settings = rows, settings
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "sites":
+            self.sites = _with_others(self._rows)
+        elif name == "versions":
+            self.versions = _versions()
+        else:
+            raise AttributeError(name)
+        return vars(self)[name]
 
 
 @contextmanager
@@ -94,16 +117,21 @@ def trace() -> Iterator[Trace]:
 def report() -> Report:
     """What happened to every site so far, in this process."""
     _finish_half_loaded()
+    settings = _active[-1].settings if _active else _last_settings
+    return Report(_with_others(list(_rows.values())), _described(settings), _versions())
+
+
+def _with_others(rows: list[Row]) -> list[Row]:
+    """The rows, and what is not reached: instances with a forward of their own, and holders of a function."""
     slots = {slot.owner: slot for slot in _ledger if slot.site and isinstance(slot.owner, type)}
-    rows = list(_rows.values())
+    of_classes = {(row.name, row.kernel): row for row in rows}
     for cls, homes in foreign.instances_with_own_forward(slots).items():
-        row = next(row for row in rows if (row.name, row.kernel) == (slots[cls].site, slots[cls].kernel))
-        for home, count in homes.items():
+        row = of_classes.get((slots[cls].site, slots[cls].kernel))
+        for home, count in homes.items() if row else ():
             have = "instances have" if count > 1 else "instance has"
             words = f"{count} live {have} a forward of its own, from {home}"
             rows.append(Row(row.module, f"{row.name} (instance)", row.kernel, "", FOREIGN, words))
-    settings = _active[-1].settings if _active else _last_settings
-    return Report(_with_holders(rows), _described(settings), {name: _version(name) for name in _PACKAGES})
+    return _with_holders(rows)
 
 
 def _with_holders(rows: list[Row]) -> list[Row]:
@@ -287,6 +315,11 @@ def _print_trace(watch: Trace) -> None:
 _PACKAGES = ("npu-autopatch", "transformers", "torch", "torch_npu", "wrapt")
 
 
+def _versions() -> dict[str, str]:
+    return {name: _version(name) for name in _PACKAGES}
+
+
+@functools.cache
 def _version(package: str) -> str:
     try:
         return version(package)

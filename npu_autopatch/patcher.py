@@ -94,7 +94,7 @@ def _decide(site: Site, kernel: Kernel, missing: str, settings: Settings, ledger
     if missing:
         return row(REFUSED, missing), None
     held = holders.count(site.owner, site.attribute) if isinstance(site.owner, ModuleType) else 0
-    outcome = kernel.prove(site, ("npu", "cpu") if settings.backend == "emulate" else ("npu",))
+    outcome = kernel.prove(site, ("npu", "cpu", "meta") if settings.backend == "emulate" else ("npu",))
     if not isinstance(outcome, Match):
         return row(REFUSED, outcome.reason), None
     outcome.replacement.__npu_autopatch__ = outcome.variant  # type: ignore[attr-defined]

@@ -12,3 +12,9 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 PLAIN = (Tensor, nn.Parameter, FakeTensor, FunctionalTensor)
 # Under torch.func's grad, vmap and the like the ops have no rule.
 transformed = torch._C._are_functorch_transforms_active
+
+
+def autocasting(x: Tensor) -> bool:
+    """Whether ops on the device of `x` run under autocast; not on the meta device, of which torch cannot be asked."""
+    kind = x.device.type
+    return kind != "meta" and torch.is_autocast_enabled(kind)

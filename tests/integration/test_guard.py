@@ -12,6 +12,7 @@ import torch
 from torch.func import functional_call, vmap
 from torch.nn.utils import parametrize
 from transformers.models.gemma2 import modeling_gemma2
+from transformers.models.imagegpt import modeling_imagegpt
 from transformers.models.llama import modeling_llama
 from transformers.models.llama4 import modeling_llama4
 from transformers.models.qwen3_next import modeling_qwen3_next
@@ -356,3 +357,13 @@ def test_a_step_replaced_on_one_instance_is_followed(patched: None, fused_calls:
         assert not count
         other(x)
     assert count == FUSED
+
+
+@pytest.mark.parametrize("backend", ["npu", "emulate"])
+def test_a_norm_on_the_meta_device_gives_a_shape(backend: str, fused_calls: Any) -> None:
+    """Whose original rounds as autocast would have it; torch cannot be asked about autocast on that device."""
+    norm = modeling_imagegpt.ImageGPTLayerNorm(8).to("meta")
+    with npu_autopatch.patched(backend=backend), fused_calls() as count:
+        assert hasattr(type(norm).forward, "__npu_autopatch__")
+        assert norm(torch.empty(2, 3, 8, device="meta")).shape == (2, 3, 8)
+    assert count == (FUSED if backend == "emulate" else {})

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from npu_autopatch.kernels.swiglu.activations import selector
 from npu_autopatch.ops import swiglu, token_permute
 from npu_autopatch.ops.grouped_matmul import Ops, legal
-from npu_autopatch.ops.legality import PLAIN, transformed
+from npu_autopatch.ops.legality import PLAIN, autocasting, transformed
 
 Select = Callable[[Any], swiglu.Op | None]
 
@@ -118,7 +118,7 @@ def fused(contract: Contract, select: Select, ops: Ops, devices: tuple[str, ...]
             or not token_permute.legal(x, top_k_index, None if dense else top_k_weights)
             # bmm takes one dtype, and under autocast multiplies in another one
             or (batched and x is not hidden_states)
-            or (batched and torch.is_autocast_enabled(x.device.type))
+            or (batched and autocasting(x))
         ):
             return original(self, hidden_states, top_k_index, top_k_weights)
         count = first.size(0)

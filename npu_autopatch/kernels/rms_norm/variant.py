@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from npu_autopatch.ops.legality import autocasting
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 _MISSING = object()
 
@@ -113,6 +115,6 @@ class Conditions:
                     return False
             if ranks is not None and (x.dim() not in ranks or (not unit_length and x.size(-2) == 1)):
                 return False
-            return not (autocast and torch.is_autocast_enabled(x.device.type))
+            return not (autocast and autocasting(x))
 
         return applies

@@ -23,7 +23,7 @@ from npu_autopatch.kernels.moe.base import MoESite
 from npu_autopatch.kernels.moe.grouped_linear.probe import Probe, Variant
 from npu_autopatch.kernels.moe.proof import Unproved, turned_away
 from npu_autopatch.ops import grouped_matmul as ops
-from npu_autopatch.ops.legality import PLAIN, transformed
+from npu_autopatch.ops.legality import PLAIN, autocasting, transformed
 
 _CUTS, _MULTIPLIES = {"split", "cumsum", "tensor_split"}, {"linear", "matmul", "mm"}
 _ATTENDS = {"softmax", "scaled_dot_product_attention"}
@@ -91,7 +91,7 @@ def _computing(
             or x.device.type not in devices
             or x.dim() != 2
             or transformed()
-            or torch.is_autocast_enabled(x.device.type)
+            or autocasting(x)
             or "parametrizations" in self._modules
             or (not traces and torch.is_grad_enabled() and torch.compiler.is_compiling())
         ):

@@ -14,7 +14,7 @@ from npu_autopatch.kernels.swiglu.activations import FUNCTIONS, Select
 from npu_autopatch.kernels.swiglu.variant import Variant
 from npu_autopatch.ops import grouped_matmul, swiglu, token_permute
 from npu_autopatch.ops.grouped_matmul import MOST_LISTED, Ops
-from npu_autopatch.ops.legality import FLOATS, PLAIN, transformed
+from npu_autopatch.ops.legality import FLOATS, PLAIN, autocasting, transformed
 
 Parts = tuple[Any, ...]
 Gather = Callable[[Iterable[nn.Module], Tensor], Parts | None]
@@ -153,7 +153,7 @@ def collector(
             or x.dtype not in FLOATS
             or x.numel() == 0
             or transformed()
-            or torch.is_autocast_enabled(x.device.type)
+            or autocasting(x)
             or not (traces or not torch.is_grad_enabled() or not torch.compiler.is_compiling())
             or (slot is not None and getattr(slot[0], slot[1]) is slot[2])
         ):

@@ -18,7 +18,7 @@ from npu_autopatch.kernels.moe.stacked.gate import Gate, middle
 from npu_autopatch.kernels.moe.stacked.layout import Layout, Sizes
 from npu_autopatch.ops import token_permute
 from npu_autopatch.ops.grouped_matmul import Ops, legal
-from npu_autopatch.ops.legality import FLOATS, PLAIN, transformed
+from npu_autopatch.ops.legality import FLOATS, PLAIN, autocasting, transformed
 
 
 @dataclass(frozen=True)
@@ -182,12 +182,7 @@ def _batched(variant: Variant, select: Select, devices: tuple[str, ...]) -> Comp
 
 
 def _plain(x: Any, devices: tuple[str, ...]) -> bool:
-    return (
-        type(x) in PLAIN
-        and x.device.type in devices
-        and not transformed()
-        and not torch.is_autocast_enabled(x.device.type)
-    )
+    return type(x) in PLAIN and x.device.type in devices and not transformed() and not autocasting(x)
 
 
 def _legal_dense(x: Tensor, weights: Tensor, tokens: int, experts: int) -> bool:
