@@ -359,11 +359,9 @@ def test_a_step_replaced_on_one_instance_is_followed(patched: None, fused_calls:
     assert count == FUSED
 
 
-@pytest.mark.parametrize("backend", ["npu", "emulate"])
-def test_a_norm_on_the_meta_device_gives_a_shape(backend: str, fused_calls: Any) -> None:
+def test_a_norm_on_the_meta_device_gives_a_shape(patched: None, fused_calls: Any) -> None:
     """Whose original rounds as autocast would have it; torch cannot be asked about autocast on that device."""
     norm = modeling_imagegpt.ImageGPTLayerNorm(8).to("meta")
-    with npu_autopatch.patched(backend=backend), fused_calls() as count:
-        assert hasattr(type(norm).forward, "__npu_autopatch__")
+    with fused_calls() as count:
         assert norm(torch.empty(2, 3, 8, device="meta")).shape == (2, 3, 8)
-    assert count == (FUSED if backend == "emulate" else {})
+    assert count == FUSED
