@@ -1,0 +1,52 @@
+"""The keys and values of past tokens."""
+
+from __future__ import annotations
+
+from npu_autopatch.analysis.judgements.case import Case
+from npu_autopatch.analysis.judgements.contract import TIMED, Attempt, exactly, no_op, tried
+from npu_autopatch.analysis.result import Judgement
+
+_ALLOCATED = "a cache allocated once for the longest sequence, written by index_copy_ of the new rows only"
+
+
+def cache_write(case: Case) -> Judgement:
+    """New keys and values put behind the old ones."""
+    if case.training:
+        return no_op("Training keeps no keys and values of past steps: there is nothing to write.")
+    if case.flag("latent"):
+        return tried(case, "MLA's norm, rotation and writing into its cache fit into one launch.", _latent(case))
+    why = (
+        "A cache that grows is concatenated, which copies all of it at every token. An attention that reads a cache of "
+        "fixed size up to the current length needs no copy. For the writing itself the wheel has "
+        "npu_scatter_nd_update_ and npu_scatter_pa_kv_cache."
+    )
+    return tried(case, why, _read_in_place(case))
+
+
+def _latent(case: Case) -> Attempt:
+    return Attempt(
+        "npu_kv_rmsnorm_rope_cache_v2",
+        f"{_ALLOCATED[0].upper()}{_ALLOCATED[1:]}, one for the latent and one for the rotary part, and the index of "
+        "each row in it; kv as kv_a_proj gives it, before its norm. Attention then reads both caches.",
+        f"On kv {case.shape('batch', 1, 'sequence', 576)} {case.dtype} and caches of 16 blocks of 128: both caches and "
+        f"(is_output_kv=True) the results against norm, rotation and index_copy_. {TIMED}",
+        "How it rotates neighbours or halves must be seen against the model's own rotation.",
+        limits=(
+            exactly(case.number("kv_rank"), 512, "latent width"),
+            exactly(case.number("rope_dim"), 64, "rotary width"),
+        ),
+    )
+
+
+def _read_in_place(case: Case) -> Attempt:
+    layout = case.word("layout") or "BNSD"
+    return Attempt(
+        "npu_fused_infer_attention_score_v2",
+        f"{_ALLOCATED[0].upper()}{_ALLOCATED[1:]} (transformers' static cache is one); the lengths as "
+        f"actual_seq_kvlen, input_layout='{layout}' as the cache lies.",
+        f"Batch {case.told('batch')}, one query, a cache of 4096 keys of which 1000 are filled: the op with "
+        "actual_seq_kvlen=[1000] against torch's attention over the first 1000; then count the bytes of a step with "
+        f"both caches. {TIMED}",
+        "A head width of at most 512, a multiple of 16. Lengths are a list on the host. Leave the mask out for one "
+        "query: a bool mask [1, 1, 1, S] has been seen to be ignored past 512 keys.",
+    )

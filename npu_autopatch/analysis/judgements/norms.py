@@ -1,0 +1,115 @@
+"""Norms, alone and with the addition before them."""
+
+from __future__ import annotations
+
+from npu_autopatch.analysis.judgements.case import Case
+from npu_autopatch.analysis.judgements.contract import TIMED, Attempt, by_torch_npu, fused, tried
+from npu_autopatch.analysis.result import Judgement
+
+_BACKWARD = "npu_rms_norm_backward(dy, x, gamma, rstd) gives dx, and dgamma in fp32 to be cast to the weight's dtype"
+
+
+def norm(case: Case) -> Judgement:
+    """One norm of rows."""
+    if case.word("kind").startswith("layer"):
+        return by_torch_npu(case, "A layer norm is one kernel of torch's own.", "aten::native_layer_norm of torch_npu")
+    bare = (_gemma(case),) if _offset(case) else ()
+    if case.fused:
+        return fused(case, "the kernel rms_norm", *bare)
+    return tried(case, "npu_rms_norm computes an RMS norm in one launch.", _plain(case), *bare)
+
+
+def add_and_norm(case: Case) -> Judgement:
+    """The residual addition and the norm that reads the sum."""
+    width = case.told("width")
+    if case.word("kind").startswith("layer"):
+        return by_torch_npu(
+            case,
+            "An addition and a layer norm are a kernel of torch's own each. The wheel registers npu_add_layer_norm, "
+            "and documents nothing of it.",
+            "aten::native_layer_norm of torch_npu",
+        )
+    moved = (
+        " The norm is the next layer's: the decoder layer has to hand on the sum and the normed rows together."
+        if case.flag("across")
+        else ""
+    )
+    rounded = (
+        f" gamma is 1 + weight, which must have the dtype of x: rounded to {case.dtype} it changes about a quarter of "
+        "the results by an ulp; compare with fp64 before anything else."
+        if _offset(case)
+        else ""
+    )
+    shape = case.shape("tokens", "width")
+    both = Attempt(
+        "npu_add_rms_norm",
+        f"x1, x2 and the weight in one dtype, the rows as {shape}; the sum taken from its third result.{moved}",
+        f"On {shape} {case.dtype}: y, _, s = npu_add_rms_norm(x, residual, weight, eps), compared with s = x + "
+        f"residual and npu_rms_norm(s, weight, eps): s equal in every bit, y within an ulp. {TIMED} One launch of two "
+        f"goes, and {_saved(case)} read and written less.",
+        f"x1, x2 and gamma must have one dtype and not be empty.{rounded}",
+        gradient=f"keep the sum, gamma and rstd; {_BACKWARD}; the gradient of the sum is added to dx, and both inputs "
+        "get it",
+    )
+    in_place = Attempt(
+        "npu_add_rms_norm_v2",
+        "x1 and x2 that nobody reads afterwards: it writes the normed rows over x1 and the sum over x2.",
+        f"On {shape} {case.dtype}: the same as for npu_add_rms_norm on clones of x and residual; compare the clones "
+        f"afterwards. {TIMED}",
+        f"x1, x2 and gamma must have one dtype.{rounded}",
+    )
+    served = case.flag("norm_fused") or case.fused > 0
+    now = (
+        "The norm runs fused here, the addition before it as a launch of its own"
+        if served
+        else "The addition and the norm are launches apart"
+    )
+    why = f"{now}; npu_add_rms_norm does both in one, over rows {width} wide."
+    return tried(case, why, *([both] if case.training else [both, in_place]))
+
+
+def add(case: Case) -> Judgement:
+    """An addition that no norm reads."""
+    return by_torch_npu(
+        case,
+        "One addition is one kernel, and no norm reads its result, so there is nothing to fuse it with.",
+        "aten::add of torch_npu",
+    )
+
+
+def _plain(case: Case) -> Attempt:
+    shape = case.shape("tokens", "width")
+    weight = "1 + weight in fp32 as gamma" if _offset(case) else "the weight as gamma, ones where there is none"
+    return Attempt(
+        "npu_rms_norm",
+        f"Gives the result in the dtype of x, with {weight}; cast it where the model's own norm promotes.",
+        f"On {shape} {case.dtype}: npu_rms_norm(x, gamma, eps)[0] and the model's norm, each against fp64 on the CPU: "
+        f"its error must not be above the model's by more than an ulp. {TIMED}",
+        "gamma has the dtype of x, or fp32 to a half x; it must not be empty. It is no layer norm: that one has a "
+        "kernel of torch's own.",
+    )
+
+
+def _gemma(case: Case) -> Attempt:
+    shape = case.shape("tokens", "width")
+    return Attempt(
+        "npu_gemma_rms_norm",
+        "The bare weight as gamma, in the dtype of x: the cast and the addition of 1 at every call go.",
+        f"On {shape} {case.dtype}: npu_gemma_rms_norm(x, weight, eps)[0] against npu_rms_norm(x, 1 + weight.float(), "
+        f"eps)[0] and fp64, weights of 0.01 in size among them. {TIMED} Two launches of three should go.",
+        "It takes x and gamma of one dtype; that it adds the 1 in fp32 is to be seen.",
+        gradient=f"keep x, weight and rstd; with gamma = 1 + weight in fp32, {_BACKWARD}",
+    )
+
+
+def _offset(case: Case) -> bool:
+    variants = case.facts.get("variants") or ()
+    words = [variants] if isinstance(variants, str) else [str(word) for word in variants]
+    return bool(case.flag("offset")) or any("one_plus" in word or "offset" in word for word in words)
+
+
+def _saved(case: Case) -> str:
+    tokens, width = case.number("tokens"), case.number("width")
+    if tokens is None or width is None:
+        return "one writing and one reading of the sum"
+    return f"about {2 * tokens * width * (4 if case.dtype == 'float32' else 2):,} bytes"
