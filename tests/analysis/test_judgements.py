@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import subprocess
 import sys
 from typing import Any
@@ -58,23 +60,21 @@ def ops(judgement: Judgement) -> list[str]:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("chain", CHAINS)
-@pytest.mark.parametrize("facts", [{}, PAST, dict.fromkeys(_SIZES, 64), dict.fromkeys(_SIZES, 1_000_001)])
-@pytest.mark.parametrize("fused", [0, 3])
-def test_every_chain_is_judged_whole_whatever_is_known_of_it(
-    chain: str, mode: str, facts: dict[str, Any], fused: int
-) -> None:
-    judgement = judged(chain, mode, facts, fused, 1, "")
-    assert judgement.state in STATES
-    assert judgement.reason.endswith(".") and len(judgement.reason.split()) > 2
-    assert bool(judgement.candidates) or judgement.state != CANDIDATE
-    assert judgement.state != NOT_POSSIBLE or not judgement.candidates
-    assert judgement.source or judgement.state == FUSED
-    for candidate in judgement.candidates:
-        entry = table().entries[candidate.op]
-        for text in (candidate.prepare, candidate.check, candidate.experiment, candidate.source):
-            assert text and "None" not in text and "  " not in text, text
-        assert entry.hardware in candidate.check
-        assert entry.since <= "2025-10" or f"from train {entry.since} on" in candidate.check
+def test_every_chain_is_judged_whole_whatever_is_known_of_it(chain: str, mode: str) -> None:
+    known: list[dict[str, Any]] = [{}, PAST, dict.fromkeys(_SIZES, 64), dict.fromkeys(_SIZES, 1_000_001)]
+    for facts, fused in itertools.product(known, (0, 3)):
+        judgement = judged(chain, mode, facts, fused, 1, "")
+        assert judgement.state in STATES
+        assert judgement.reason.endswith(".") and len(judgement.reason.split()) > 2
+        assert bool(judgement.candidates) or judgement.state != CANDIDATE
+        assert judgement.state != NOT_POSSIBLE or not judgement.candidates
+        assert judgement.source or judgement.state == FUSED
+        for candidate in judgement.candidates:
+            entry = table().entries[candidate.op]
+            for text in (candidate.prepare, candidate.check, candidate.experiment, candidate.source):
+                assert text and "None" not in text and "  " not in text, text
+            assert entry.hardware in candidate.check
+            assert entry.since <= "2025-10" or f"from train {entry.since} on" in candidate.check
 
 
 @pytest.mark.parametrize("chain", CHAINS)
@@ -246,6 +246,29 @@ def test_the_addition_before_a_fused_norm_is_still_to_be_won() -> None:
     assert "npu_rms_norm_backward" in judgement.candidates[0].prepare
     assert "next layer" in judgement.candidates[0].prepare
     assert ops(judged("residual add and norm", PREFILL, facts, 1, 0, "")) == ["add_rms_norm", "add_rms_norm_v2"]
+
+
+@pytest.mark.parametrize(("chain", "mode", "facts", "state"), [(*edge[:2], *edge[4:6]) for edge in EDGES])
+def test_the_numbers_quoted_from_a_contract_stand_in_our_table(
+    chain: str, mode: str, facts: dict[str, Any], state: str
+) -> None:
+    if state != NOT_POSSIBLE:
+        return
+    judgement = judged(chain, mode, facts, 0, 0, "")
+    for clause in judgement.reason.rstrip(".").split("; npu_"):
+        op, takes = clause.removeprefix("npu_").split(" takes ")
+        numbers = re.findall(r"\d+", takes.partition("; this one has ")[0])
+        if numbers and f"documentation of npu_{op}" not in judgement.source:
+            assert any(number in limits(f"npu_{op}") for number in numbers), clause
+
+
+def limits(op: str) -> str:
+    """What the table has on an op, and on the one that its own entry refers to or that a source names with it."""
+    told = " ".join(table().entries[op].limits)
+    for other in re.findall(r"As (npu_\w+)", told):
+        told += " ".join(table().entries[other].limits)
+    third = "npu_fused_linear_cross_entropy_loss_with_max_sum_backward"
+    return told + (" ".join(table().entries[third].limits) if op == "npu_fused_linear_online_max_sum" else "")
 
 
 def test_judging_imports_no_torch() -> None:

@@ -65,11 +65,11 @@ def judged(
     judge = JUDGES.get(chain)
     if judge is None:
         return (
-            fused_here(case, "a kernel")
+            fused_here(case, "one of our kernels")
             if fused
             else no_op("No op of torch_npu is known for what these launches compute.")
         )
     judgement = judge(case)
     if fused and judgement.state != FUSED and chain != _PARTLY:
-        return Judgement(FUSED, fused_here(case, "a kernel").reason, "", judgement.candidates)
+        return Judgement(FUSED, fused_here(case, "one of our kernels").reason, "", judgement.candidates)
     return judgement

@@ -41,8 +41,8 @@ def core(case: Case) -> Judgement:
     open_ones = [limit.takes for limit in conditions if limit.kept is None]
     still = f", provided {' and '.join(open_ones)}" if open_ones else ""
     narrow = (
-        f" The conditions say nothing of values narrower ({case.number('v_dim')}) than keys "
-        f"({case.number('qk_dim')}): see in a profile that one kernel runs."
+        f" The conditions say nothing of values as wide as {case.number('v_dim')} with keys of "
+        f"{case.number('qk_dim')}: see in a profile that one kernel runs."
         if _narrow(case)
         else ""
     )
@@ -224,8 +224,5 @@ def _repeated(case: Case) -> bool:
 
 
 def _narrow(case: Case) -> bool:
-    return case.number("v_dim") != case.number("qk_dim")
-
-
-def _is(value: int | None, wanted: int) -> bool | None:
-    return None if value is None else value == wanted
+    keys, values = case.number("qk_dim"), case.number("v_dim")
+    return keys is not None and values is not None and keys != values

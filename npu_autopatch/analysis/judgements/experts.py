@@ -86,10 +86,13 @@ def _grouped(case: Case) -> Attempt:
     count = case.number("experts")
     calls = f" In {-(-count // 1024)} calls, of at most 1024 experts each." if count and count > 1024 else ""
     bias = " Biases as fp32 where the rows are bf16." if case.flag("interleaved") else ""
+    gate = {"silu": " npu_swiglu between the two products.", "gelu": " npu_geglu between the two products."}
+    between = gate.get(case.word("activation").lower()[:4], "")
     return Attempt(
         "npu_grouped_matmul",
         "The rows sorted by expert, the weights stacked as [experts, in, out] (a transposed view is read without a "
-        f"copy), the counts as int64 on the device: group_type=0, split_item=2, group_list_type=1.{bias}{calls}",
+        "copy), the counts as int64 on the device: group_type=0, split_item=2, "
+        f"group_list_type=1.{between}{bias}{calls}",
         f"On {case.counted('rows')}, {case.counted('experts')} of {case.told('width')} to {case.told('intermediate')} "
         f"{case.dtype}, some of them without a row: npu_grouped_matmul([x], [w], group_list=counts, split_item=2, "
         "group_type=0, group_list_type=1)[0] against a loop of "
@@ -132,14 +135,14 @@ def _unpermute(case: Case) -> Attempt:
 def _with_shared(case: Case) -> Attempt:
     return Attempt(
         "npu_moe_finalize_routing",
-        "The shared expert's result as skip1, so that its addition goes into the same launch; drop_pad_mode=2 for "
-        "orders row by row; scales in the rows' dtype.",
+        "The shared expert's result as skip1 and the residual stream as skip2, so that both additions go into the "
+        "same launch; drop_pad_mode=2 for orders row by row; scales in the rows' dtype.",
         f"On rows {case.shape('rows', 'width')} {case.dtype} of {case.told('top_k')} experts a token: the op with "
-        f"skip1 against npu_moe_token_unpermute and one addition. {TIMED} One launch of two goes where there is a "
-        "shared expert.",
-        "Its documentation names drop_pad_mode 0 only (slots column by column): if 2 is refused, transpose the order. "
-        "It pays only with a shared expert.",
-        gradient="npu_moe_token_unpermute_grad for rows and weights; skip1's gradient is the result's own",
+        f"both skips against npu_moe_token_unpermute and two additions, both against fp64. {TIMED} One launch of "
+        "three stays.",
+        "Its documentation wants skip1 without skip2 never, and names drop_pad_mode 0 only (slots column by column): "
+        "if 2 is refused, transpose the order. It gains only with something to add.",
+        gradient="npu_moe_token_unpermute_grad for rows and weights; the gradient of each skip is the result's own",
     )
 
 

@@ -10,6 +10,7 @@ from npu_autopatch.analysis.judgements.contract import (
     at_least,
     at_most,
     by_torch_npu,
+    contract,
     no_op,
     tried,
 )
@@ -51,20 +52,22 @@ def _in_one(case: Case) -> Attempt:
 
 
 def _without_logits(case: Case) -> Attempt:
+    rows = "tokens" if case.number("rows") is None else "rows"
     third = "npu_fused_linear_cross_entropy_loss_with_max_sum_backward"
     return Attempt(
         "npu_fused_linear_online_max_sum",
         "An autograd.Function around head and loss together: this op, npu_fused_cross_entropy_loss_with_max_sum, and "
-        f"in the backward {third} (train 2026-10). The logits {case.shape('rows', 'vocabulary')} are never kept, so a "
+        f"in the backward {third} (train 2026-10). The logits {case.shape(rows, 'vocabulary')} are never kept, so a "
         "model that returns them keeps its own path. Rows whose label is -100 taken out before.",
-        f"On rows {case.shape('rows', 'width')} bf16 and a weight {case.shape('vocabulary', 'width')}, "
+        f"On rows {case.shape(rows, 'width')} bf16 and a weight {case.shape('vocabulary', 'width')}, "
         "return_logits=False: loss, dx and dweight against the head and torch's cross_entropy in fp64; then peak "
         f"memory and time. {TIMED}",
         "No Meta kernel: it cannot be traced. Half types only.",
         limits=(
             at_most(case.number("width"), 65534, "a width"),
-            at_least(case.number("vocabulary"), 128, "a vocabulary"),
+            at_least(case.number("vocabulary"), 128, "a vocabulary, in its backward,"),
         ),
         dtypes=HALVES,
         gradient=f"{third} gives dx and dweight from the maxima and sums",
+        source=contract("npu_fused_linear_online_max_sum", third),
     )

@@ -92,7 +92,7 @@ def _lookup(case: Case) -> Attempt:
         case.number("rotated") or case.number("head_dim"),
     )
     part = (
-        " It rotates the first columns of each head by itself, so that no slices are cut."
+        " It rotates the first columns of each head by itself: no slices where the model rotates those."
         if case.flag("partial")
         else ""
     )

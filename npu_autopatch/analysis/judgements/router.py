@@ -32,8 +32,8 @@ def _chosen_first(case: Case) -> Attempt:
     return Attempt(
         "npu_moe_gating_top_k_softmax_v2",
         "renorm=1: the softmax runs over the chosen ones, which is softmax, choice and normalisation in one. The "
-        "logits cast to fp32 before, as transformers computes there; ids cast from int32 where the model hands on "
-        "int64.",
+        "logits cast to fp32 first where the model computes in it (gpt-oss does not); ids cast from int32 where it "
+        "hands on int64.",
         _experiment(case, "npu_moe_gating_top_k_softmax_v2(logits.float(), k={k}, renorm=1)"),
         "Ties may be chosen in another order: count the tokens whose sets differ.",
         limits=(at_most(case.number("top_k"), 1024, "a choice of experts"),),
@@ -44,8 +44,7 @@ def _chosen_first(case: Case) -> Attempt:
 def _all_first(case: Case) -> Attempt:
     return Attempt(
         "npu_moe_gating_top_k_softmax",
-        "The logits cast to fp32 before, as transformers computes there; ids cast from int32 where the model hands on "
-        "int64.",
+        "The logits cast to fp32 first where the model computes in it; ids cast from int32 where it hands on int64.",
         _experiment(case, "npu_moe_gating_top_k_softmax(logits.float(), k={k})"),
         "The weights are not normalised. Ties may be chosen in another order: count the tokens whose sets differ. Not "
         "for Ascend 950.",
