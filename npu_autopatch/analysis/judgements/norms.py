@@ -21,7 +21,6 @@ def norm(case: Case) -> Judgement:
 
 def add_and_norm(case: Case) -> Judgement:
     """The residual addition and the norm that reads the sum."""
-    width = case.told("width")
     if case.word("kind").startswith("layer"):
         return by_torch_npu(
             case,
@@ -64,7 +63,7 @@ def add_and_norm(case: Case) -> Judgement:
         if served
         else "The addition and the norm are launches apart"
     )
-    why = f"{now}; npu_add_rms_norm does both in one, over rows {width} wide."
+    why = f"{now}; npu_add_rms_norm does both in one."
     return tried(case, why, *([both] if case.training else [both, in_place]))
 
 
