@@ -1,4 +1,4 @@
-# Everything a fresh machine needs: Python 3.10 or newer, make and gcc.
+# Everything a fresh machine needs: Python 3.10 or newer, make and gcc; for test-page, chromium or Debian's apt-get.
 PYTHON ?= python3
 TORCH := 2.13.0
 VERSIONS := 5.24.0 4.57.6 5.0.0
@@ -8,19 +8,19 @@ PYTEST := -m pytest -q -n 2 --dist loadfile
 # import every model there is: in a process of their own, or each later test patches them all
 SWEEP := tests/kernels/test_every_norm.py tests/kernels/test_every_mlp.py tests/kernels/test_every_rotary.py \
          tests/kernels/test_every_experts.py
-# environments of their own
-APART := tests/packaging tests/virtual_npu tests/hub_kernels
+# environments of their own, or a browser
+APART := tests/packaging tests/virtual_npu tests/hub_kernels tests/page
 # many families: a process of its own, too; all on both majors, on the version between some and all with experts
 FAMILIES := tests/models tests/verification
 SOME-5.0.0 := -k "moe_families or llama or qwen3 or glm4 or phi3 or gemma3 or deepseek_v3 or gpt_oss or t5"
 
-.PHONY: demo test test-virtual-npu test-packaging test-hub-kernels lint verify-all bench bench-launches clean \
+.PHONY: demo test test-virtual-npu test-packaging test-hub-kernels test-page lint verify-all bench bench-launches clean \
         coverage-docs $(VERSIONS:%=test-%)
 
 demo: $(ENVS)/5.24.0/ready
 	$(ENVS)/5.24.0/bin/npu-autopatch demo
 
-test: lint $(VERSIONS:%=test-%) test-packaging test-hub-kernels test-virtual-npu
+test: lint $(VERSIONS:%=test-%) test-packaging test-hub-kernels test-page test-virtual-npu
 
 # one environment a version of transformers, the project installed as a user would for development
 $(ENVS)/%/ready: pyproject.toml Makefile
@@ -53,6 +53,12 @@ test-packaging: $(ENVS)/5.24.0/ready
 
 test-hub-kernels: $(ENVS)/hub_kernels/ready
 	$(ENVS)/hub_kernels/bin/python -m pytest -q tests/hub_kernels
+
+# in a real browser
+test-page: $(ENVS)/5.24.0/ready
+	command -v chromium && command -v chromedriver || \
+	    { apt-get update -q && apt-get install -q -y --no-install-recommends chromium chromium-driver; }
+	$(ENVS)/5.24.0/bin/python $(PYTEST) tests/page
 
 test-virtual-npu: export NPU_AUTOPATCH_REQUIRE_VIRTUAL_NPU = 1
 test-virtual-npu: $(ENVS)/virtual_npu/ready

@@ -35,9 +35,13 @@ def test_nothing_in_the_wheel_takes_the_place_of_a_users_sitecustomize(archive: 
     assert not {"sitecustomize.py", "usercustomize.py"} & set(archive.namelist())
 
 
-def test_the_wheel_brings_every_module_and_table_of_the_source_and_its_type_marker(archive: zipfile.ZipFile) -> None:
-    package = PROJECT / "npu_autopatch"
-    source = {str(path.relative_to(PROJECT)) for path in (*package.rglob("*.py"), *package.rglob("*.json"))}
+def test_the_wheel_brings_every_module_table_and_page_of_the_source_and_its_type_marker(
+    archive: zipfile.ZipFile,
+) -> None:
+    kinds = {".py", ".json", ".html", ".css", ".js"}
+    files = (PROJECT / "npu_autopatch").rglob("*")
+    source = {str(path.relative_to(PROJECT)) for path in files if path.suffix in kinds}
+    assert {Path(name).suffix for name in source} == kinds
     assert source | {"npu_autopatch/py.typed"} <= set(archive.namelist())
 
 
