@@ -18,12 +18,17 @@ def page(analysis: Analysis) -> str:
 
     Raises ValueError if a fact is a nan or infinite: JSON has no word for it.
     """
-    style, script = _beside("page.css"), _beside("page.js")
+    style, costs, script = map(_beside, ("page.css", "page_costs.js", "page.js"))
     # "<" would be enough to end the element or to open a comment in it
     content = json.dumps(asdict(analysis), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    policy = f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; base-uri 'none'"
+    runs = f"style-src {_digest(style)}; script-src {_digest(costs)} {_digest(script)}"
     document = Template(_beside("page.html")).substitute(
-        policy=policy, title=html.escape(analysis.model), style=style, script=script, analysis=content
+        policy=f"default-src 'none'; {runs}; base-uri 'none'",
+        title=html.escape(analysis.model),
+        style=style,
+        costs=costs,
+        script=script,
+        analysis=content,
     )
     # a folder's name may hold what UTF-8 cannot
     return document.encode("ascii", "xmlcharrefreplace").decode()

@@ -52,10 +52,8 @@ def test_hostile_names_are_shown_as_text(opened: Callable[..., Page]) -> None:
     content = hostile(dataclasses.asdict(example()))
     page = opened(Analysis.of(content))
     assert set(_texts(content)) <= set(page.run(TEXTS))
-    assert page.run('return [document.querySelectorAll("#page b, #page script").length, document.scripts.length]') == [
-        0,
-        2,
-    ]
+    assert page.run('return document.querySelectorAll("#page b, #page script").length') == 0
+    assert page.run("return document.scripts.length") == 3
     # a browser makes one space of several in a title
     assert page.browser.title.split() == [*content["model"].split(), "-", "npu-autopatch", "analyze"]
 
