@@ -49,7 +49,7 @@ def run(model: Any, mode: str, batch: dict[str, Any], earlier: Choices | None = 
     choices = Choices(earlier)
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
-        torch.manual_seed(9)  # the same dropout
+        seed()
         if exact:
             stack.enter_context(InDouble())
         stack.enter_context(choices)
@@ -63,6 +63,14 @@ def run(model: Any, mode: str, batch: dict[str, Any], earlier: Choices | None = 
     returned, kind = flat(output)
     gradients = {} if mode in (PREFILL, DECODE) else {name: p.grad for name, p in model.named_parameters()}
     return Pass(returned, kind, gradients, choices)
+
+
+def seed() -> None:
+    """The same dropout each time; `torch.manual_seed` would keep a traceback for devices that are not there."""
+    torch.default_generator.manual_seed(9)
+    of_devices = getattr(getattr(torch, "npu", None), "manual_seed_all", None)
+    if of_devices is not None:
+        of_devices(9)
 
 
 def backward(*outputs: Tensor) -> None:

@@ -139,6 +139,26 @@ def smaller(config: PretrainedConfig, changes: dict[str, Any] | None = None) -> 
     return cls(**settings)
 
 
+def fewer_layers(config: PretrainedConfig, kept: list[int]) -> PretrainedConfig:
+    """`config` with only the layers `kept`, its sizes as they are. Raises what its class raises."""
+    layers, settings = _Layers(config), _own(config)
+    layers.kept = kept
+    for name in _declared(type(config)):
+        value = _read(config, name)
+        if name in layers.COUNTS:
+            changed = len(kept) if value == layers.count else value
+        elif name in layers.DENSE_FIRST and isinstance(value, int):
+            changed = sum(layer < value for layer in kept)
+        else:
+            changed = layers.of(name, value, _AsTheyAre())
+        if changed is not value and changed != value:
+            settings[name] = changed
+    if overrides := config.to_dict().get("per_layer_config"):
+        of_kept = {str(kept.index(int(layer))): values for layer, values in overrides.items() if int(layer) in kept}
+        settings["per_layer_config"] = of_kept
+    return type(config)(**settings)
+
+
 def _own(config: PretrainedConfig) -> dict[str, Any]:
     """What a config has that the default one of its class has not, but for what names its files and their format."""
     try:
@@ -175,11 +195,11 @@ def _declared(cls: type[PretrainedConfig]) -> list[str]:
 class _Layers:
     """Which layers of a config stay: the first of each kind that its lists and counts tell apart."""
 
-    _COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "decoder_layers", "encoder_layers", "depth")
-    _DENSE_FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
+    COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "decoder_layers", "encoder_layers", "depth")
+    DENSE_FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 
     def __init__(self, config: PretrainedConfig) -> None:
-        self.count = next((n for name in self._COUNTS if type(n := _read(config, name)) is int), 0)
+        self.count = next((n for name in self.COUNTS if type(n := _read(config, name)) is int), 0)
         kinds: list[list[Any]] = []
         for name in vars(config):
             value = _read(config, name)
@@ -187,14 +207,14 @@ class _Layers:
                 kinds.append([layer in value for layer in range(self.count)])
             elif self._by_layer(value):
                 kinds.append([repr(entry) for entry in value])
-            elif name in self._DENSE_FIRST and isinstance(value, int):
+            elif name in self.DENSE_FIRST and isinstance(value, int):
                 kinds.append([layer < value for layer in range(self.count)])
         first = {kind: layer for layer, kind in reversed(list(enumerate(zip(*kinds, strict=True))))}
         self.kept = sorted(first.values())
         others = [layer for layer in range(self.count) if layer not in self.kept]
         self.kept = sorted(self.kept + others[: max(0, LAYERS - len(self.kept))])
 
-    def of(self, name: str, value: Any, sizes: _Sizes) -> Any:
+    def of(self, name: str, value: Any, sizes: _Sizes | _AsTheyAre) -> Any:
         """The setting `name` for the layers that stay."""
         if self._by_index(name, value):
             return type(value)(self.kept.index(layer) for layer in value if layer in self.kept)
@@ -212,6 +232,13 @@ class _Layers:
             and all(type(entry) is int and 0 <= entry < self.count for entry in value)
             and list(value) == sorted(set(value))
         )
+
+
+class _AsTheyAre:
+    """The settings of one config, unchanged."""
+
+    def of(self, name: str, value: Any) -> Any:
+        return value
 
 
 class _Sizes:

@@ -23,6 +23,34 @@ class SourceError(ValueError):
     """A model that cannot be had; the message is one sentence that says what to give instead."""
 
 
+@dataclass(frozen=True)
+class Architecture:
+    """A model's config and class; `left_out` names parts of it that are not run."""
+
+    name: str
+    config: PretrainedConfig
+    cls: Callable[[PretrainedConfig], Any]
+    left_out: list[str]
+
+
+def architecture(model: Any, trust_remote_code: bool = False) -> Architecture:
+    """The config and class that `model` stands for, but no weights. Raises `SourceError`."""
+    folder = ""
+    if isinstance(model, PreTrainedModel):
+        return Architecture(type(model).__name__, model.config, type(model), [])
+    if isinstance(model, PretrainedConfig):
+        name, config = model.model_type or type(model).__name__, model
+    else:
+        name, config, folder = _named(os.fspath(model), trust_remote_code)
+    text, left_out = _text(config)
+    if folder and _is_remote(config):
+        return Architecture(name, text, _remote_class(folder, config), left_out)
+    try:
+        return Architecture(name, text, small.model_class(text), left_out)
+    except LookupError as error:
+        raise SourceError(f"{name} cannot be built ({_words(error)})") from error
+
+
 @dataclass
 class Source:
     """A model to verify. `build` gives it in a dtype, the same each time; `not_verified` names parts left out."""

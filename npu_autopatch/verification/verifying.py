@@ -57,7 +57,7 @@ def verify(
     found = Verification(given.name, backend, chosen, not_verified=list(given.not_verified))
     work = _Work(given, {"kernels": kernels, "skip": skip, "backend": backend}, compile, found)
     progress("building", 0.0)
-    first = work.draw(SEED, DTYPES, progress)
+    first = work.draw(SEED, tuple(itertools.product(DTYPES, MODES)), progress)
     draws = [first]
     for seed in MORE_SEEDS if first.behind() and not first.hopeless() else ():
         progress("other inputs", (seed - MORE_SEEDS[0]) / len(MORE_SEEDS))
@@ -79,6 +79,7 @@ def _backend() -> tuple[str, str]:
 
 
 Where = tuple[str, str]  # a site or mode, and the dtype and mode of it
+Case = tuple[torch.dtype, str]
 
 
 @dataclass
@@ -87,12 +88,12 @@ class _Draw:
 
     problems: list[tuple[str, str]] = field(default_factory=list)
     errors: dict[Where, Errors] = field(default_factory=lambda: defaultdict(dict))
-    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    cases: dict[str, Case] = field(default_factory=dict)
 
-    def behind(self) -> tuple[torch.dtype, ...]:
-        """The dtypes in which something is further from fp64 than rounding explains."""
-        names = {case.split()[0] for (_, case) in _behind([self])}
-        return tuple(self.dtypes[name] for name in sorted(names))
+    def behind(self) -> tuple[Case, ...]:
+        """The dtypes and modes in which something is further from fp64 than rounding explains."""
+        names = {case for (_, case) in _behind([self])}
+        return tuple(case for name, case in self.cases.items() if name in names)
 
     def hopeless(self) -> bool:
         """Whether it is so far off that other inputs cannot help, or wrong in another way."""
@@ -120,12 +121,14 @@ class _Work:
         """The site or mode of that name."""
         return self.parts[name]
 
-    def draw(self, seed: int, dtypes: Iterable[torch.dtype], progress: Progress) -> _Draw:
-        """All modes in `dtypes` on one draw of inputs, and the calls of sites alone."""
-        drawn = _Draw(dtypes={_short(dtype): dtype for dtype in DTYPES})
+    def draw(self, seed: int, wanted: tuple[Case, ...], progress: Progress) -> _Draw:
+        """The `wanted` dtypes and modes on one draw of inputs, and the calls of sites alone; the compiled step, too."""
+        cases = [case for case in wanted if case[1] in MODES]
+        compiling = self.compile and (seed == SEED or (torch.float32, COMPILED) in wanted)
+        drawn = _Draw(cases={_named(case): case for case in [*cases, (torch.float32, COMPILED)]})
+        dtypes = dict.fromkeys([dtype for dtype, _ in wanted])
         models = {dtype: self.given.build(dtype) for dtype in dtypes}
         batches = {dtype: passes.inputs(model, seed) for dtype, model in models.items()}
-        cases = list(itertools.product(models, MODES))
         got: dict[tuple[torch.dtype, str], Pass | Exception] = {}
         homes = {type(part).__module__ for model in models.values() for part in model.modules()}
         on_device = self.found.backend == "npu"
@@ -136,7 +139,7 @@ class _Work:
                     progress(f"{mode} in {_short(dtype)}, patched", place / len(cases) / 3)
                     watch.case = dtype, mode
                     got[dtype, mode] = _tried(passes.run, device[dtype], mode, batches[dtype])
-            if self.compile and torch.float32 in models:
+            if compiling:
                 progress("compiling, patched", 1 / 3)
                 cases.append((torch.float32, COMPILED))
                 got[cases[-1]] = _tried(compiled.step, device[torch.float32], batches[torch.float32])
@@ -190,7 +193,7 @@ class _Work:
     def _compare_mode(
         self, drawn: _Draw, model: Any, dtype: torch.dtype, mode: str, batch: Any, got: Pass | Exception
     ) -> None:
-        name = f"{_short(dtype)} {mode}"
+        name = _named((dtype, mode))
         if isinstance(got, NotPossible):
             self._not_run(name, str(got))
             return
@@ -229,8 +232,7 @@ class _Work:
         part = self.parts.get(call.site)
         if not isinstance(part, SiteResult):
             return  # of a module beside the model's own
-        dtype, mode = call.case
-        case = f"{_short(dtype)} {mode}"
+        dtype, case = call.case[0], _named(call.case)
         theirs = _tried(alone, call, None if isinstance(mine, Exception) else mine.choices)
         if isinstance(theirs, Exception):
             return  # what it was given cannot be given again
@@ -298,6 +300,10 @@ def _said(error: Exception) -> str:
 
 def _last_line(reason: str) -> str:
     return reason.strip().splitlines()[-1] if reason.strip() else ""
+
+
+def _named(case: Case) -> str:
+    return f"{_short(case[0])} {case[1]}"
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -15,6 +15,16 @@ def cache_write(case: Case) -> Judgement:
         return no_op("Training keeps no keys and values of past steps: there is nothing to write.")
     if case.flag("latent"):
         return tried(case, "MLA's norm, rotation and writing into its cache fit into one launch.", _latent(case))
+    if case.word("read_by") == "recurrence":
+        return no_op(
+            "A state of fixed size is put in the place of the old one. npu_recurrent_gated_delta_rule comes nearest: "
+            "it writes its state in place, which goes with the linear attention."
+        )
+    if case.word("read_by") == "indexer":
+        return no_op(
+            "Keys of an indexer that grow are concatenated. npu_lightning_indexer comes nearest: it reads keys in "
+            "pages, which goes with the indexer; no op writes them."
+        )
     why = (
         "A cache that grows is concatenated, which copies all of it at every token. An attention that reads a cache of "
         "fixed size up to the current length needs no copy. For the writing itself the wheel has "
