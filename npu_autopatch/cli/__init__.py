@@ -10,12 +10,12 @@ import os
 import sys
 from typing import NoReturn
 
-from npu_autopatch.cli import bisect, coverage, demo, doctor, ops, report, run, verify
+from npu_autopatch.cli import analyze, bisect, coverage, demo, doctor, ops, report, run, verify
 from npu_autopatch.cli.terminal import CommandError
 from npu_autopatch.settings import SettingsError
 from npu_autopatch.version import __version__
 
-_COMMANDS = (run, doctor, report, verify, bisect, coverage, ops, demo)
+_COMMANDS = (run, doctor, report, verify, analyze, bisect, coverage, ops, demo)
 
 
 class _Parser(argparse.ArgumentParser):
