@@ -10,15 +10,14 @@ from typing import Any
 
 from selenium.webdriver import Chrome, ChromeOptions
 from selenium.webdriver.chrome.service import Service
-from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
+from selenium.webdriver.support.wait import WebDriverWait
 
 MISSING = "the page is tested in a browser: apt-get install chromium chromium-driver"
-REQUEST, FAILURE = "Network.requestWillBeSent", "Network.loadingFailed"
-SEEN = """
-return [...document.querySelectorAll(arguments[0])].filter((e) => e.checkVisibility())
-  .map((e) => e.innerText.replaceAll("\\u00a0", " "));
-"""
+REQUEST = "Network.requestWillBeSent"
+ELSEWHERE = "data:text/plain,elsewhere"
+SHOWN = "return [...document.querySelectorAll(arguments[0])].filter((e) => e.checkVisibility());"
+READ = 'return arguments[0].map((e) => e.innerText.replaceAll("\\u00a0", " "));'
 FIND_CHAIN = """
 return [...document.querySelectorAll(".mode:not([hidden]) .chain")].find((chain) =>
   chain.closest(".block").querySelector(".path").innerText === arguments[0]
@@ -62,7 +61,6 @@ class Page:
         self.browser, self.address = browser, file.as_uri()
         self.measure(width, height)
         self.media("", scheme)
-        browser.get("about:blank")
         self.asked_for()
         browser.get(self.address)
 
@@ -77,13 +75,23 @@ class Page:
         self.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": kind, "features": features})
 
     def asked_for(self) -> list[str]:
-        """The addresses of all requests since the last time; those that the page's own policy stopped are told so."""
-        events = [json.loads(entry["message"])["message"] for entry in self.browser.get_log("performance")]
-        params = {method: [e["params"] for e in events if e["method"] == method] for method in (REQUEST, FAILURE)}
-        stopped = {failure["requestId"] for failure in params[FAILURE] if failure.get("blockedReason") == "csp"}
+        """Leave the page: the addresses of all its requests, told so where its own policy stopped them.
+
+        The log is late at times; what comes last in it is the request for the place that is gone to.
+        """
+        self.browser.get(ELSEWHERE)
+        events: list[dict[str, Any]] = []
+
+        def complete(browser: Chrome) -> bool:
+            events.extend(json.loads(entry["message"])["message"] for entry in browser.get_log("performance"))
+            return any(event["params"]["request"]["url"] == ELSEWHERE for event in events if event["method"] == REQUEST)
+
+        WebDriverWait(self.browser, 20).until(complete)
+        stopped = {e["params"]["requestId"] for e in events if e["params"].get("blockedReason") == "csp"}
         return [
             ("stopped: " if request["requestId"] in stopped else "") + request["request"]["url"]
-            for request in params[REQUEST]
+            for request in (event["params"] for event in events if event["method"] == REQUEST)
+            if request["request"]["url"] != ELSEWHERE
         ]
 
     def run(self, script: str, *arguments: Any) -> Any:
@@ -92,7 +100,8 @@ class Page:
 
     def shown(self, selector: str) -> list[WebElement]:
         """The elements that a reader sees."""
-        return [element for element in self.browser.find_elements(By.CSS_SELECTOR, selector) if element.is_displayed()]
+        elements: list[WebElement] = self.run(SHOWN, selector)
+        return elements
 
     def choose(self, mode: str) -> None:
         """Click the tab of `mode`."""
@@ -100,8 +109,8 @@ class Page:
 
     def texts(self, selector: str) -> list[str]:
         """What a reader reads in the elements that are shown."""
-        seen: list[str] = self.run(SEEN, selector)
-        return seen
+        texts: list[str] = self.run(READ, self.shown(selector))
+        return texts
 
     def chain(self, path: str, name: str) -> WebElement:
         """The chain `name` of the block at `path`, in the mode that is shown."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from npu_autopatch.analysis.result import STATES
+from npu_autopatch.analysis.result import MODES, STATES
 from tests.page.browser import Page
 from tests.page.example import example
 
@@ -72,15 +72,16 @@ def _contrast(one: list[int], other: list[int]) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-@pytest.mark.parametrize("width", [360, 390, 600, 720, 768, 960, 961, 1120, 1121, 1280, 1600])
-def test_nothing_overflows_or_overlaps(opened: Callable[..., Page], width: int) -> None:
-    page = opened(example(), width=width)
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_overflows_or_overlaps(opened: Callable[..., Page], mode: str) -> None:
+    page = opened(example())
+    page.choose(mode)
     page.shown(".unfold")[0].click()
-    for mode in ("training", "decode", "prefill"):
-        page.choose(mode)
-        assert page.run("return document.documentElement.scrollWidth") == width
-        assert page.run(OUTSIDE) == []
-        assert page.run(OVERLAPPING) == []
+    for width in (360, 390, 600, 720, 721, 960, 961, 1120, 1121, 1280, 1600):
+        page.measure(width)
+        assert page.run("return [innerWidth, document.documentElement.scrollWidth]") == [width, width]
+        assert page.run(OUTSIDE) == [], width
+        assert page.run(OVERLAPPING) == [], width
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -31,6 +31,16 @@ return [...arguments[0].querySelectorAll(arguments[1])].map((bar) =>
   [...bar.children].reduce((sum, segment) => sum + segment.getBoundingClientRect().width, 0)
     / bar.getBoundingClientRect().width);
 """
+IN_BYTES = {
+    0: "0 B",
+    999: "999 B",
+    1000: "1.00 kB",
+    999_499: "999 kB",
+    999_500: "1.00 MB",
+    16_777_216: "16.8 MB",
+    48_700_000_000: "48.7 GB",
+    3 * 10**15: "3.00 PB",
+}
 
 
 def _numbers(before: Cost, after: Cost) -> list[int]:
@@ -48,10 +58,11 @@ def _rows(mode: Mode) -> Iterator[list[Any]]:
                     yield [part.name, path, chain.name, chain.judgement.state, *numbers]
 
 
-def _single(**cost: int) -> Analysis:
-    """One chain of this cost, unchanged."""
-    chain = Chain("norm", "", Cost(**cost), Cost(**cost), Judgement(NO_OP, "None."))
-    return Analysis("m", "", {}, (Mode(PREFILL, "", (Part("layer 0", "", 1, (chain,)),)),))
+def _costing(*sizes: int) -> Analysis:
+    """A chain of each of these sizes in bytes, unchanged."""
+    costs = [Cost(1, size) for size in sizes]
+    chains = tuple(Chain("norm", "", cost, cost, Judgement(NO_OP, "None.")) for cost in costs)
+    return Analysis("m", "", {}, (Mode(PREFILL, "", (Part("layer 0", "", 1, chains),)),))
 
 
 def test_every_chain_is_in_the_tree_with_its_state_and_its_cost(opened: Callable[..., Page]) -> None:
@@ -117,23 +128,12 @@ def test_bars_are_as_long_as_the_numbers_say(opened: Callable[..., Page]) -> Non
     assert page.run(WIDTHS, total, ".bar") == pytest.approx([1, mode.after.bytes / mode.before.bytes], abs=0.01)
 
 
-@pytest.mark.parametrize(
-    ("count", "shown"),
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "1.00 kB"),
-        (999_499, "999 kB"),
-        (999_500, "1.00 MB"),
-        (16_777_216, "16.8 MB"),
-        (48_700_000_000, "48.7 GB"),
-        (3 * 10**15, "3.00 PB"),
-    ],
-)
-def test_bytes_are_in_decimal_units_of_three_digits(opened: Callable[..., Page], count: int, shown: str) -> None:
-    page = opened(_single(launches=1, bytes=count))
-    assert page.texts(".chain .bytes data") == [shown, shown]
-    assert page.shown(".chain .bytes data")[0].get_attribute("title") == f"{count:,} bytes"
+def test_bytes_are_in_decimal_units_of_three_digits(opened: Callable[..., Page]) -> None:
+    page = opened(_costing(*IN_BYTES))
+    for when in ("before", "after"):
+        assert page.texts(f".chain .bytes data.{when}") == list(IN_BYTES.values())
+    titles = page.run('return [...document.querySelectorAll(".chain .bytes data.after")].map((number) => number.title)')
+    assert titles == [f"{count:,} bytes" for count in IN_BYTES]
 
 
 def test_the_model_what_was_counted_the_versions_and_the_notes_are_there(opened: Callable[..., Page]) -> None:
