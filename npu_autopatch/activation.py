@@ -127,7 +127,9 @@ def _with_others(rows: list[Row]) -> list[Row]:
     of_classes = {(row.name, row.kernel): row for row in rows}
     for cls, homes in foreign.instances_with_own_forward(slots).items():
         row = of_classes.get((slots[cls].site, slots[cls].kernel))
-        for home, count in homes.items() if row else ():
+        if row is None:  # patched since
+            continue
+        for home, count in homes.items():
             have = "instances have" if count > 1 else "instance has"
             words = f"{count} live {have} a forward of its own, from {home}"
             rows.append(Row(row.module, f"{row.name} (instance)", row.kernel, "", FOREIGN, words))
