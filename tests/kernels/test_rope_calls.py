@@ -34,12 +34,6 @@ FORMS = [name for name in MODULES if name != "vision"]
 TWO, BOTH = {"npu_rotary_mul": 2}, {"npu_rotary_mul": 2, "npu_rotary_mul_backward": 2}
 
 
-@pytest.fixture
-def patched() -> Iterator[None]:
-    with npu_autopatch.patched(backend="emulate", kernels="rope"):
-        yield
-
-
 def current(name: str) -> Any:
     module, function = MODULES[name]
     return getattr(module, function)
@@ -64,6 +58,24 @@ def same(found: Any, expected: Any, exact: bool = False) -> None:
         else:
             eps = torch.finfo(right.dtype).eps
             torch.testing.assert_close(got.double(), right.double(), rtol=0, atol=3 * eps * right.abs().max().item())
+
+
+def test_cpu_tensors_run_the_original_under_the_backend_npu(fused_calls: Any) -> None:
+    from npu_autopatch import emulator
+
+    emulator.install()
+    args = inputs()
+    with npu_autopatch.patched(kernels="rope"), fused_calls() as count:
+        assert current("half") is not ORIGINALS["half"]
+        same(current("half")(*args), ORIGINALS["half"](*args), exact=True)
+    assert count == {}
+
+
+# what patches otherwise stands before the first test with this one
+@pytest.fixture(scope="module")
+def patched() -> Iterator[None]:
+    with npu_autopatch.patched(backend="emulate", kernels="rope"):
+        yield
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -132,17 +144,6 @@ def test_errors_are_the_originals(patched: None) -> None:
             ORIGINALS["half"](*args, **kwargs)
         with pytest.raises(type(theirs.value)):
             current("half")(*args, **kwargs)
-
-
-def test_cpu_tensors_run_the_original_under_the_backend_npu(fused_calls: Any) -> None:
-    from npu_autopatch import emulator
-
-    emulator.install()
-    args = inputs()
-    with npu_autopatch.patched(kernels="rope"), fused_calls() as count:
-        assert current("half") is not ORIGINALS["half"]
-        same(current("half")(*args), ORIGINALS["half"](*args), exact=True)
-    assert count == {}
 
 
 @pytest.mark.parametrize("name", FORMS)

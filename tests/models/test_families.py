@@ -21,6 +21,7 @@ from tests.counting import Fused
 from .comparison import Outcome, exact_outcome, further, outcome, worse
 from .families import FAMILIES, inputs, tiny
 
+pytestmark = pytest.mark.xdist_group("families")  # of one process, which runs all of them before it patches any
 PRESENT = [name for name, family in FAMILIES.items() if family.exists]
 each_family = pytest.mark.parametrize("name", PRESENT)
 # what the report has of a family's module besides patched sites: parts of the model that are none

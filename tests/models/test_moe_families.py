@@ -27,7 +27,8 @@ from .moe_families import FAMILIES, PRESENT, V5, inputs, tiny, with_labels
 from .moe_passes import Call, blocks, of_block, of_model
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-MODES = ("train", "eval")
+# what is rounded does not depend on the mode, nor what runs on the dtype
+CASES = (("fp32", "train"), ("fp32", "eval"), ("bf16", "train"))
 # whose experts the kernel refuses: the report says why
 REFUSED = {"doge", "nllb-moe", "switch_transformers"}
 if not V5:
@@ -40,9 +41,11 @@ EAGER = {"openai_privacy_filter"}
 NO_TEXT = {"dots3_note_vision_encoder", "vitpose", "vitpose_backbone"}
 DEPRECATED = {"gptsan-japanese"}  # their modules are where no module is watched
 SERVED = [name for name in PRESENT if name not in REFUSED | EAGER]
-each_family = pytest.mark.parametrize("name", SERVED)
+# all tests of a family in one process, which runs it under the patch once
+GROUPED = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in SERVED]
+each_family = pytest.mark.parametrize("name", GROUPED)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
-each_mode = pytest.mark.parametrize("mode", MODES)
+each_case = pytest.mark.parametrize(("dtype", "mode"), CASES)
 
 
 @dataclass
@@ -70,9 +73,9 @@ def patched(name: str) -> Runs:
     with npu_autopatch.patched(kernels="moe", backend="emulate") as report:
         rows = [row for row in report.sites if row.module in homes and row.kernel == "moe"]
         runs = Runs(rows, blocks(model, rows))
+        for dtype, mode in CASES:
+            runs.passes[dtype, mode] = of_model(*case(name, dtype, mode), watched=runs.blocks)
         for dtype in DTYPES:
-            for mode in MODES:
-                runs.passes[dtype, mode] = of_model(*case(name, dtype, mode), watched=runs.blocks)
             model = case(name, dtype, "train")[0]
             calls = runs.passes[dtype, "train"][1]
             runs.alone[dtype] = [(call, of_block(model.get_submodule(call.name), call)) for call in calls]
@@ -132,8 +135,7 @@ def draws(name: str, dtype: str, mode: str) -> list[tuple[Pass, Pass, Pass]]:
     ]
 
 
-@each_mode
-@each_dtype
+@each_case
 @each_family
 def test_every_layer_of_experts_runs_fused_and_all_returned_is_no_worse(name: str, dtype: str, mode: str) -> None:
     runs = patched(name)

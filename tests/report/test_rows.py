@@ -39,8 +39,24 @@ def rows_of(module: Any, report: Any = None) -> dict[str, Row]:
     return {row.name: row for row in sites if row.module == module.__name__ and not row.name.endswith("(instance)")}
 
 
+@pytest.fixture(scope="module")
+def patched() -> dict[str, tuple[dict[str, Row], dict[str, bool]]]:
+    """The rows of each family, and of each whether something of ours stood there, from one patch of them all."""
+    modules = {f: importlib.import_module(f"transformers.models.{f}.modeling_{f}") for f in FAMILIES}
+    found = {}
+    with npu_autopatch.patched(backend="emulate") as report:
+        for family, module in modules.items():
+            rows, ours = rows_of(module, report), {}
+            for name in rows:
+                thing = getattr(module, name.partition(".")[2])
+                values = list(vars(thing).values()) if isinstance(thing, type) else [thing]
+                ours[name] = any(hasattr(value, "__npu_autopatch__") for value in values)
+            found[family] = rows, ours
+    return found
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_rms_norm_of_a_module_has_a_row(family: str) -> None:
+def test_every_rms_norm_of_a_module_has_a_row(family: str, patched: Any) -> None:
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     own = [value for value in vars(module).values() if isinstance(value, type) and value.__module__ == module.__name__]
     norms = {
@@ -50,19 +66,16 @@ def test_every_rms_norm_of_a_module_has_a_row(family: str) -> None:
         and "rmsnorm" in cls.__name__.lower().replace("_", "")
         and "forward" in vars(cls)
     }
-    with npu_autopatch.patched(backend="emulate"):
-        rows = rows_of(module)
-        assert rows
-        assert norms - rows.keys() == set()
-        for name, row in rows.items():
-            thing = getattr(module, name.partition(".")[2])
-            ours = list(vars(thing).values()) if isinstance(thing, type) else [thing]
-            assert row.kernel == "rms_norm" or name not in norms
-            assert (row.state == "patched") == any(hasattr(value, "__npu_autopatch__") for value in ours)
-            assert (row.state == "patched") == bool(row.variant)
-            # other tests hold functions they compare with
-            assert (row.state == "patched") == (not row.reason or row.reason.startswith("not reached where"))
-            assert row.state in ("patched", "refused")
+    rows, ours = patched[family]
+    assert rows
+    assert norms - rows.keys() == set()
+    for name, row in rows.items():
+        assert row.kernel == "rms_norm" or name not in norms
+        assert (row.state == "patched") == ours[name]
+        assert (row.state == "patched") == bool(row.variant)
+        # other tests hold functions they compare with
+        assert (row.state == "patched") == (not row.reason or row.reason.startswith("not reached where"))
+        assert row.state in ("patched", "refused")
 
 
 def test_json_has_every_site_and_the_surroundings() -> None:
