@@ -3,49 +3,63 @@ PYTHON ?= python3
 TORCH := 2.13.0
 VERSIONS := 5.24.0 4.57.6 5.0.0
 ENVS := .venv
-# more than two workers a machine of two cores does not feed
-PYTEST := -m pytest -q -n 2 --dist loadfile
-# import every model there is: in a process of their own, or each later test patches them all
+READY := $(VERSIONS:%=$(ENVS)/%/ready) $(ENVS)/virtual_npu/ready $(ENVS)/hub_kernels/ready
+# what is never imported need not be compiled
+INSTALL := -m pip install -q --no-compile
+# more than two workers a machine of two cores does not feed; the commands come first, whose few tests are the slowest
+PYTEST := -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+# a patch proves what is loaded: what loads many models is run in processes of its own, or each later patch takes long
 SWEEP := tests/kernels/test_every_norm.py tests/kernels/test_every_mlp.py tests/kernels/test_every_rotary.py \
          tests/kernels/test_every_experts.py
 # environments of their own, or a browser
 APART := tests/packaging tests/virtual_npu tests/hub_kernels tests/page
-# many families: a process of its own, too; all on both majors, on the version between some and all with experts
-FAMILIES := tests/models tests/verification
+FAMILIES := tests/models/test_families.py tests/models/test_moe_families.py
+MODES := tests/models/test_modes.py tests/models/test_graphs.py tests/verification
+# the majors are tested whole; of the version between what transformers has a part in: its import, its classes, the
+# page about it, some families and all with experts
+WHOLE-5.24.0 := tests
+WHOLE-4.57.6 := tests
+WHOLE-5.0.0 := tests/reach tests/integration tests/kernels tests/cli/test_coverage_whole.py
 SOME-5.0.0 := -k "moe_families or llama or qwen3 or glm4 or phi3 or gemma3 or deepseek_v3 or gpt_oss or t5"
+OTHERS := $(APART) tests/models tests/verification $(SWEEP)
 
 .PHONY: demo test test-virtual-npu test-packaging test-hub-kernels test-page lint verify-all bench bench-launches clean \
-        coverage-docs $(VERSIONS:%=test-%)
+        coverage-docs environments $(VERSIONS:%=test-%)
 
 demo: $(ENVS)/5.24.0/ready
 	$(ENVS)/5.24.0/bin/npu-autopatch demo
 
-test: lint $(VERSIONS:%=test-%) test-packaging test-hub-kernels test-page test-virtual-npu
+test: environments lint $(VERSIONS:%=test-%) test-packaging test-hub-kernels test-page test-virtual-npu
+
+# two at a time: pip uses one core
+environments:
+	$(MAKE) -j 2 $(READY)
 
 # one environment a version of transformers, the project installed as a user would for development
 $(ENVS)/%/ready: pyproject.toml Makefile
 	$(PYTHON) -m venv $(ENVS)/$*
-	$(ENVS)/$*/bin/python -m pip install -q torch==$(TORCH) transformers==$* -e '.[test]'
+	$(ENVS)/$*/bin/python $(INSTALL) torch==$(TORCH) transformers==$* -e '.[test]'
 	touch $@
 
 # the real torch_npu: without the stand-in for CANN that the tests build, even `import torch` fails here
 $(ENVS)/virtual_npu/ready: pyproject.toml Makefile
 	$(PYTHON) -m venv $(ENVS)/virtual_npu
-	$(ENVS)/virtual_npu/bin/python -m pip install -q torch==$(TORCH) transformers==5.24.0 pyyaml -e '.[test]'
-	$(ENVS)/virtual_npu/bin/python -m pip install -q --no-deps torch_npu==$(TORCH)
+	$(ENVS)/virtual_npu/bin/python $(INSTALL) torch==$(TORCH) transformers==5.24.0 pyyaml -e '.[test]'
+	$(ENVS)/virtual_npu/bin/python $(INSTALL) --no-deps torch_npu==$(TORCH)
 	touch $@
 
 # a transformers that accepts a version of the package kernels from the index
 $(ENVS)/hub_kernels/ready: pyproject.toml Makefile
 	$(PYTHON) -m venv $(ENVS)/hub_kernels
-	$(ENVS)/hub_kernels/bin/python -m pip install -q torch==$(TORCH) transformers==5.12.1 kernels==0.13.0 -e '.[test]'
+	$(ENVS)/hub_kernels/bin/python $(INSTALL) torch==$(TORCH) transformers==5.12.1 kernels==0.13.0 -e '.[test]'
 	touch $@
 
 # the workers are as many as the cores: threads of theirs would only wait for each other
 $(VERSIONS:%=test-%) test-packaging test-virtual-npu: export OMP_NUM_THREADS = 1
 $(VERSIONS:%=test-%): test-%: $(ENVS)/%/ready
-	$(ENVS)/$*/bin/python $(PYTEST) tests $(APART:%=--ignore %) $(FAMILIES:%=--ignore %) $(SWEEP:%=--ignore %)
-	$(ENVS)/$*/bin/python $(PYTEST) $(FAMILIES) $(SOME-$*)
+	$(ENVS)/$*/bin/python $(PYTEST) $(WHOLE-$*) $(OTHERS:%=--ignore %)
+	$(ENVS)/$*/bin/python $(PYTEST) --dist loadgroup $(FAMILIES) $(SOME-$*)
+	$(ENVS)/$*/bin/python $(PYTEST) $(MODES) $(SOME-$*)
 	$(ENVS)/$*/bin/python $(PYTEST) $(SWEEP)
 
 test-packaging: $(ENVS)/5.24.0/ready
