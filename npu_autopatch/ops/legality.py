@@ -16,5 +16,4 @@ transformed = torch._C._are_functorch_transforms_active
 
 def autocasting(x: Tensor) -> bool:
     """Whether ops on the device of `x` run under autocast; not on the meta device, of which torch cannot be asked."""
-    kind = x.device.type
-    return kind != "meta" and torch.is_autocast_enabled(kind)
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)

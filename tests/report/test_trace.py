@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.func import vmap
 from transformers.models.llama import modeling_llama
+from transformers.models.qwen3_next import modeling_qwen3_next
 
 import npu_autopatch
 from tests.counting import Fused
@@ -70,6 +72,39 @@ def test_cpu_tensors_under_the_backend_npu_are_told_by_their_device(
         model(tokens)
     for calls in by_site(trace).values():
         assert not calls.fused and all("device.type" in reason for reason in calls.reasons)
+
+
+def _labelled(norm: Any) -> None:
+    norm(torch.randn(2, 16).as_subclass(Labelled))
+
+
+class Labelled(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (_labelled, "type(x) not in PLAIN (kernels/rms_norm/forward.py:"),
+        (lambda norm: vmap(norm)(torch.randn(3, 2, 16)), "transformed() (kernels/rms_norm/forward.py:"),
+        (lambda norm: norm(torch.randn(2, 16, device="meta")), "x.device.type not in devices ("),
+        (lambda norm: norm(torch.randn(2, 16).double()), "x.dtype in FLOATS (ops/rms_norm.py:"),
+        (lambda norm: norm(torch.randn(16)), "1 < x.dim() < 9 (ops/rms_norm.py:"),
+        (lambda norm: norm(torch.randn(0, 16)), "x.numel() > 0 (ops/rms_norm.py:"),
+    ],
+    ids=["subclass", "vmap", "device", "dtype", "rank", "empty"],
+)
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+def test_of_a_norms_guard_the_condition_that_decided_is_named_alone(call: Any, reason: str, gated: bool) -> None:
+    llama, next_ = modeling_llama.LlamaRMSNorm, modeling_qwen3_next.Qwen3NextRMSNormGated
+    norm: Any = (next_ if gated else llama)(16)
+    given = (lambda x: norm(x, torch.ones_like(x))) if gated else norm
+    with npu_autopatch.patched(backend="npu" if "device" in reason else "emulate"), npu_autopatch.trace() as trace:
+        if "device" in reason:
+            norm.to("meta")
+        call(given)
+    (calls,) = [calls for calls in trace.calls.values() if calls.original]
+    assert [told.startswith(reason) for told in calls.reasons] == [True], calls.reasons
 
 
 def test_nothing_is_wrapped_before_and_after() -> None:

@@ -18,6 +18,7 @@ from npu_autopatch.ops.rms_norm import RMSNorm, legal
 Norm = Callable[[Any, Tensor, Tensor, float], Tensor]
 
 _NUMBERS = (float, int)
+# In the forwards below each condition has a line of its own, by which a trace names the one that decided.
 
 
 def fused_forward(
@@ -89,10 +90,16 @@ def _weighted(
     direct = not variant.offset and not variant.groups
 
     def forward(self, x):  # type: ignore[no-untyped-def]
-        if type(x) not in PLAIN or transformed() or (applies is not None and not applies(self, x)):
+        if type(x) not in PLAIN:
+            return original(self, x)
+        if transformed():
+            return original(self, x)
+        if applies is not None and not applies(self, x):
             return original(self, x)
         weight = self.weight
-        if x.device.type in devices and legal(x, weight):
+        if x.device.type not in devices:
+            return original(self, x)
+        if legal(x, weight):
             eps = self.eps if constant is None else constant
             if eps is None and none_eps is not None:
                 eps = none_eps[x.dtype]
@@ -115,14 +122,25 @@ def _weightless(
     constant: float | None,
 ) -> Callable[..., Tensor]:
     def forward(self, x):  # type: ignore[no-untyped-def]
-        if type(x) not in PLAIN or transformed() or (applies is not None and not applies(self, x)):
+        if type(x) not in PLAIN:
             return original(self, x)
-        if x.device.type in devices and x.dtype in FLOATS and 1 < x.dim() < 9 and x.numel() > 0:
-            eps = self.eps if constant is None else constant
-            if eps is None and none_eps is not None:
-                eps = none_eps[x.dtype]
-            if type(eps) in _NUMBERS and eps >= 0:
-                return op(x, x.new_ones(x.size(-1)), eps)[0]  # the op insists on a gamma
+        if transformed():
+            return original(self, x)
+        if applies is not None and not applies(self, x):
+            return original(self, x)
+        if x.device.type not in devices:
+            return original(self, x)
+        if x.dtype not in FLOATS:
+            return original(self, x)
+        if not 1 < x.dim() < 9:
+            return original(self, x)
+        if x.numel() == 0:
+            return original(self, x)
+        eps = self.eps if constant is None else constant
+        if eps is None and none_eps is not None:
+            eps = none_eps[x.dtype]
+        if type(eps) in _NUMBERS and eps >= 0:
+            return op(x, x.new_ones(x.size(-1)), eps)[0]  # the op insists on a gamma
         return original(self, x)
 
     return forward
@@ -140,21 +158,26 @@ def _gated(
     compute = _gate_first(variant, op) if variant.gate == "pre" else _gate_last(variant, op)
 
     def forward(self, x, gate):  # type: ignore[no-untyped-def]
-        if type(x) not in PLAIN or transformed() or (applies is not None and not applies(self, x)):
+        if type(x) not in PLAIN:
+            return original(self, x, gate)
+        if transformed():
+            return original(self, x, gate)
+        if applies is not None and not applies(self, x):
             return original(self, x, gate)
         weight = self.weight
-        if (
-            x.device.type in devices
-            and legal(x, weight)
-            and type(gate) in PLAIN
-            and gate.dtype in FLOATS
-            and gate.shape == x.shape
-        ):
-            eps = self.eps if constant is None else constant
-            if eps is None and none_eps is not None:
-                eps = none_eps[x.dtype]
-            if type(eps) in _NUMBERS and eps >= 0:
-                return compute(self, x, gate, weight, eps)
+        if x.device.type not in devices:
+            return original(self, x, gate)
+        if not legal(x, weight):
+            return original(self, x, gate)
+        if type(gate) not in PLAIN:
+            return original(self, x, gate)
+        if gate.dtype not in FLOATS or gate.shape != x.shape:
+            return original(self, x, gate)
+        eps = self.eps if constant is None else constant
+        if eps is None and none_eps is not None:
+            eps = none_eps[x.dtype]
+        if type(eps) in _NUMBERS and eps >= 0:
+            return compute(self, x, gate, weight, eps)
         return original(self, x, gate)
 
     return forward

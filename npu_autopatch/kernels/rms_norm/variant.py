@@ -102,6 +102,10 @@ class Conditions:
             return None
 
         def applies(self: Any, x: Tensor) -> bool:
+            if ranks is not None and (x.dim() not in ranks or (not unit_length and x.size(-2) == 1)):
+                return False
+            if autocast and autocasting(x):
+                return False
             for name, value in pinned:
                 found = getattr(self, name, _MISSING)
                 if type(found) is not type(value) or found != value:
@@ -113,8 +117,6 @@ class Conditions:
             for name, method in methods:
                 if name in self.__dict__ or getattr(type(self), name, None) is not method:
                     return False
-            if ranks is not None and (x.dim() not in ranks or (not unit_length and x.size(-2) == 1)):
-                return False
-            return not (autocast and autocasting(x))
+            return True
 
         return applies
