@@ -35,16 +35,16 @@ def _look() -> dict[str, Any]:
 def _registered() -> dict[str, dict[str, Any]]:
     import torch
 
-    from npu_autopatch.ops.capability import detect
+    from npu_autopatch.ops.capability import differentiable
 
     ops: dict[str, dict[str, Any]] = {}
     for schema in torch._C._jit_get_all_schemas():
         namespace, _, name = schema.name.partition("::")
         if namespace == "npu":
-            op = ops.setdefault(name, {"signatures": [], "differentiable": None})
+            op = ops.setdefault(name, {"signatures": [], "differentiable": False})
             op["signatures"].append(_readable(str(schema).removeprefix("npu::")))
-            if not schema.overload_name:
-                op["differentiable"] = detect(name, ()).differentiable
+            overload = f".{schema.overload_name}" if schema.overload_name else ""
+            op["differentiable"] |= differentiable(f"{name}{overload}")
     return ops
 
 

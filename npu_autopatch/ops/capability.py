@@ -35,7 +35,7 @@ def detect(op: str, arguments: tuple[str, ...]) -> Capability:
     lacking = [name for name in arguments if name not in names]
     if lacking:
         return Capability(op, f"{op} of this torch_npu takes no argument {', '.join(lacking)}", False)
-    return Capability(op, "", _differentiable(op))
+    return Capability(op, "", differentiable(op))
 
 
 def load_torch_npu() -> str:
@@ -49,7 +49,8 @@ def load_torch_npu() -> str:
     return ""
 
 
-def _differentiable(op: str) -> bool:
+def differentiable(op: str) -> bool:
+    """Whether torch has a gradient of ``npu::op``, which may be one overload: ``npu_fusion_attention.Tensor``."""
     qualified = f"npu::{op}"
     registered = torch._C._dispatch_has_kernel_for_dispatch_key
     if not any(registered(qualified, key) for key in ("AutogradPrivateUse1", "Autograd")):

@@ -134,6 +134,24 @@ def test_what_is_registered_comes_before_our_table(
     assert shown.code == 0 and "torch_npu 2.13.0 has no such operator" in flat(shown.out)
 
 
+def test_a_gradient_is_told_of_an_op_that_has_overloads_only(
+    command: Callable[..., Any], torch_npu: Callable[[str], Path]
+) -> None:
+    code = (
+        WITH_TWO_DEVICES
+        + """
+for op in ("npu_one.Tensor", "npu_one.Scalar", "npu_other.Tensor"):
+    library.define(f"{op}(Tensor self{', int n' if 'Scalar' in op else ''}) -> Tensor")
+    library.impl(op, lambda *_: None, "AutogradPrivateUse1") if op == "npu_one.Scalar" else None
+"""
+    )
+    folder = torch_npu(code)
+    ops = {op["name"]: op for op in json.loads(command("ops", "list", "--json", folders=(folder,)).out)["ops"]}
+    for name, differentiable in (("npu_one", True), ("npu_other", False)):
+        assert (ops[name]["differentiable"], ops[name]["differentiable_from"]) == (differentiable, "registration")
+    assert "gradient unknown" not in command("ops", "list", folders=(folder,)).out
+
+
 def test_the_gradient_of_an_older_torch_npu_is_that_of_its_train() -> None:
     permute = TABLE.entries["npu_moe_token_permute"]
     assert (permute.since, permute.differentiable_since) == ("2025-07", "2025-10")
