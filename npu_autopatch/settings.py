@@ -11,7 +11,8 @@ from dataclasses import dataclass
 BACKENDS = ("npu", "emulate")
 LOG_LEVELS = ("debug", "info", "warning")
 _ON = ("1", "true", "on", "yes")
-_PATTERN = re.compile(r"[\w.*?\[\]!-]+")
+_PATTERN = re.compile(r"(?:[\w.*?!-]|\[!?(?:\][^\]]*|[^\]]+)\])+")
+_WILD = re.compile(r"[*?\[]")
 
 
 class SettingsError(ValueError):
@@ -23,7 +24,7 @@ class Settings:
     """What to patch, through which backend, and where to say what happened.
 
     `kernels` are names in the order they are tried, `skip` are shell patterns over site names such as
-    ``qwen3.Qwen3MLP`` or over their families (``glm4*``).
+    ``qwen3.Qwen3MLP`` or over their families (``glm4*``); as text also ``@FILE``, which has one in each line.
     """
 
     kernels: tuple[str, ...]
@@ -75,7 +76,9 @@ class Settings:
         """The pattern that excludes `site`, or an empty string."""
         family = site.partition(".")[0]
         for pattern in self.skip:
-            if fnmatch.fnmatchcase(site, pattern) or fnmatch.fnmatchcase(family, pattern):
+            if pattern in (site, family):
+                return pattern
+            if _WILD.search(pattern) and any(fnmatch.fnmatchcase(name, pattern) for name in (site, family)):
                 return pattern
         return ""
 
@@ -114,13 +117,26 @@ def _kernels(asked: str | Iterable[str], known: tuple[str, ...]) -> tuple[str, .
 
 
 def _patterns(asked: str | Iterable[str]) -> tuple[str, ...]:
+    if isinstance(asked, str) and asked.strip().startswith("@"):
+        asked = _lines(asked.strip()[1:])
     words = _words("skip", asked, "'qwen3.Qwen3MLP,glm4*' or a list of patterns")
     for word in words:
-        if not _PATTERN.fullmatch(word) or word.count("[") != word.count("]"):
+        if not _PATTERN.fullmatch(word):
             raise SettingsError(
                 f"skip pattern {word!r} cannot match a site: write names such as 'qwen3.Qwen3MLP', with *, ? and [abc]"
             )
     return tuple(words)
+
+
+def _lines(file: str) -> list[str]:
+    try:
+        with open(file, encoding="utf-8") as lines:
+            return lines.read().splitlines()
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or "it is no text"
+        raise SettingsError(
+            f"skip file {file!r} cannot be read ({why}): give one with a pattern in each line"
+        ) from None
 
 
 def _words(setting: str, asked: str | Iterable[str], example: str) -> list[str]:

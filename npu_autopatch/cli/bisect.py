@@ -8,7 +8,7 @@ import os
 import shlex
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from npu_autopatch.cli.bisect_criteria import Command, Criterion, NotANumber, Nu
 from npu_autopatch.cli.bisect_outcome import Outcome, described, print_, so_far, where
 from npu_autopatch.cli.bisect_run import Program, Run
 from npu_autopatch.cli.bisect_search import Search
-from npu_autopatch.cli.bisect_sites import Sites
+from npu_autopatch.cli.bisect_sites import Sites, setting
 from npu_autopatch.cli.bisect_verify import verify
 from npu_autopatch.cli.terminal import CommandError, progress
 from npu_autopatch.kernels import REGISTRY
@@ -101,7 +101,7 @@ def _from_arguments(arguments: argparse.Namespace) -> int:
     program = Program(command, folder, criterion, arguments.timeout)
     with _ended_like_interrupted(), progress() as bar:
         task = bar.add_task("looking for devices", total=None)
-        outcome = Outcome(_backend(arguments.backend), program, own=",".join(settings.skip))
+        outcome = Outcome(_backend(arguments.backend), program, own=settings.skip)
         bar.console.print(f"{shlex.join(command)}\n{where(outcome)}; output in {folder}", markup=False, soft_wrap=True)
         try:
             outcome.verdict, outcome.words = _bisect(outcome, _Runs(program, outcome.backend, bar, task))
@@ -151,11 +151,16 @@ def _ended_like_interrupted() -> Iterator[None]:
     signals = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
     for number in signals:
         signal.signal(number, signal.default_int_handler)
+    ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # as of a job in the background
+    if ignored:
+        signal.signal(signal.SIGINT, lambda *_: None)  # a program would inherit that, and not end when asked to
     try:
         yield
     finally:
         for number in signals:
             signal.signal(number, signal.SIG_DFL)
+        if ignored:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class _Runs:
@@ -167,8 +172,9 @@ class _Runs:
         self.on = startup.environment(os.environ, settings)
         self.off = {**os.environ, "NPU_AUTOPATCH": "0"}
 
-    def with_skip(self, what: str, skip: str) -> Run:
-        return self._run(what, {**self.on, "NPU_AUTOPATCH_SKIP": skip})
+    def with_skip(self, what: str, patterns: Collection[str]) -> Run:
+        file = self.program.folder / f"{len(self.program.runs) + 1:02}.skip"
+        return self._run(what, {**self.on, "NPU_AUTOPATCH_SKIP": setting(patterns, file)})
 
     def without(self, judged: bool = True) -> Run:
         return self._run("NPU_AUTOPATCH=0", self.off, judged)
@@ -199,7 +205,7 @@ def _bisect(outcome: Outcome, runs: _Runs) -> tuple[str, str]:
     everything = runs.with_skip("everything patched", outcome.own)
     if not everything.failure:
         return "passes", f"COMMAND does not fail with npu_autopatch on{_by(criterion)}: there is nothing to find"
-    nothing = runs.with_skip("everything skipped", "*")
+    nothing = runs.with_skip("everything skipped", ["*"])
     if nothing.failure:
         return _without_sites(nothing, runs.without(), criterion)
     outcome.sites = sites = Sites(everything.rows, nothing.rows)

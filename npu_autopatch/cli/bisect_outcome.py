@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from npu_autopatch.cli.bisect_run import Program, Run
 from npu_autopatch.cli.bisect_search import Search, blamed
-from npu_autopatch.cli.bisect_sites import Sites
+from npu_autopatch.cli.bisect_sites import Sites, setting
 from npu_autopatch.cli.terminal import console
 from npu_autopatch.listing import beside
 from npu_autopatch.reporting import Row
@@ -37,7 +38,7 @@ class Outcome:
     words: str = ""
     sites: Sites = field(default_factory=lambda: Sites([]))
     search: Search | None = None
-    own: str = ""
+    own: Sequence[str] = ()
     failed: dict[frozenset[str], Run] = field(default_factory=dict)
     verified: dict[str, str] = field(default_factory=dict)
 
@@ -57,7 +58,7 @@ class Outcome:
         if self.search is None or not self.search.found:
             return ""
         names = [name for culprit in self.search.found for name in blamed(culprit, self.search.shared)]
-        return ",".join(filter(None, [self.own, *names]))
+        return setting([*self.own, *names], self.program.folder / "skip.txt")
 
 
 def so_far(outcome: Outcome) -> str:

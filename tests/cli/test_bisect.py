@@ -188,13 +188,13 @@ def test_two_culprits_are_both_found(bisect: Callable[..., Outcome]) -> None:
 
 
 def test_a_class_of_remote_code_is_found(bisect: Callable[..., Outcome], tmp_path: Path) -> None:
-    """In a file whose name has a character that patterns do not."""
+    """In a file whose name has a character that patterns have in brackets only."""
     (tmp_path / "odd").mkdir()
     for name, text in REMOTE.items():
         (tmp_path / "odd" / name).write_text(textwrap.dedent(text))
     done = bisect(USING_REMOTE, "--json", planted={"odd+1.Leveller": "raise"})
     assert culprits(done) == [["odd+1.Leveller"]]
-    assert json.loads(done.out)["skip"] == "odd?1.Leveller"
+    assert json.loads(done.out)["skip"] == "odd[+]1.Leveller"
 
 
 def test_experts_are_found_and_not_what_serves_them(bisect: Callable[..., Outcome]) -> None:

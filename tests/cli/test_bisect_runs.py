@@ -24,7 +24,8 @@ sys.path.insert(0, {str(PROJECT)!r})
 from npu_autopatch.settings import Settings
 on = os.environ["NPU_AUTOPATCH"] != "0"
 settings = Settings.from_environment(("rms_norm",), {{**os.environ, "NPU_AUTOPATCH": "1"}})
-names = [f"family{{n // 7}}.Class{{n}}" for n in range(int(os.environ.get("SITES", 5)))]
+long = "x" * int(os.environ.get("LONG", 0))
+names = [f"family{{n // 7}}.Class{{n}}{{long}}" for n in range(int(os.environ.get("SITES", 5)))]
 states = {{name: "skipped" if settings.skips(name) else "patched" for name in names}}
 faults = json.loads(os.environ.get("FAULTS", "{{}}"))
 done = {{faults[name] for name, state in states.items() if on and state == "patched" and name in faults}}
@@ -92,6 +93,12 @@ def test_one_culprit_of_a_thousand_takes_two_runs_ten_and_two(bisect: Callable[.
     assert all(Path(run["log"]).read_text().startswith("backend emulate\nloss 2.0") for run in whole["runs"])
 
 
+def test_more_sites_than_fit_into_a_variable_are_told_apart(bisect: Callable[..., Outcome]) -> None:
+    culprit = f"family57.Class400{'x' * 300}"
+    whole = found(bisect("--json", faults={culprit: "exit"}, SITES="1000", LONG="300"))
+    assert names(whole) == [[culprit]] and whole["skip"] == culprit
+
+
 @pytest.mark.parametrize(
     ("fault", "options", "failure"),
     [
@@ -112,6 +119,18 @@ def test_each_kind_of_failure_leads_to_its_culprit(
     whole = found(bisect(*options, "--json", faults={"family0.Class3": fault}))
     assert names(whole) == [["family0.Class3"]]
     assert whole["culprits"][0]["failure"].startswith(failure)
+    assert time.monotonic() - begin < 25, "what hangs is stopped"
+
+
+def test_in_the_background_what_hangs_is_stopped_and_writes_its_report(bisect: Callable[..., Outcome]) -> None:
+    """A shell has its jobs ignore Ctrl-C, and so would what they start."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    begin = time.monotonic()
+    try:
+        whole = found(bisect("--timeout", "0.5", "--json", faults={"family0.Class3": "hang"}))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert names(whole) == [["family0.Class3"]] and whole["culprits"][0]["sites"][0]["state"] == "patched"
     assert time.monotonic() - begin < 25, "what hangs is stopped"
 
 
@@ -186,6 +205,7 @@ def test_ctrl_c_ends_the_program_and_leaves_what_is_known(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored, if the tests run in the background
     )
     until = time.monotonic() + 60
     while not (slow.exists() and slow.read_text()) and time.monotonic() < until:

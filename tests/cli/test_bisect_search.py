@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection
 from math import ceil, log2
+from pathlib import Path
 
 import pytest
 
 from npu_autopatch.cli.bisect_criteria import NotANumber, Numbers
 from npu_autopatch.cli.bisect_search import Search
-from npu_autopatch.cli.bisect_sites import Sites
+from npu_autopatch.cli.bisect_sites import Sites, setting
 from npu_autopatch.reporting import Row
 from npu_autopatch.settings import Settings
 
@@ -70,7 +71,7 @@ def rows(*names: str, state: str = "patched", module: str = "transformers.models
     return [Row(module, name, "rms_norm", "v", state) for name in names]
 
 
-def left(skip: str, names: Collection[str]) -> set[str]:
+def left(skip: str | list[str], names: Collection[str]) -> set[str]:
     settings = Settings.of(("rms_norm",), skip=skip)
     return {name for name in names if not settings.skips(name)}
 
@@ -81,17 +82,20 @@ def left(skip: str, names: Collection[str]) -> set[str]:
         ["qwen3.Qwen3RMSNorm", "qwen3.Qwen3MLP", "qwen3_next.Qwen3NextRMSNorm", "qwen3.qwen3"],
         ["odd+1.Norm", "odd.Norm", "a b.Norm", "a,b.MLP"],
         ["odd[1].Norm", "odd1.Norm", "odd*.MLP", "oddest.MLP"],
+        ["odd+1.Norm", "odd-1.Norm", "odd 1.Norm", "odd!1.Norm", "odd]1.Norm", "odd^1.Norm", "odd?1.Norm"],
+        ["a\\b.Norm", "a@b.Norm", "@b.Norm", "a~b.Norm", "a&&b.Norm", "a,b.Norm", "a.Norm"],
         ["größe.Norm", "grösse.Norm"],
         ["sam.text.Norm", "sam.text.MLP", "sam.Norm"],
     ],
 )
-def test_each_site_can_be_skipped_alone_whatever_its_name(names: list[str]) -> None:
+def test_each_site_can_be_skipped_alone_whatever_its_name(names: list[str], tmp_path: Path) -> None:
     sites = Sites(rows(*names))
     assert len(sites.patterns) == len(names)
     for pattern in sites.patterns:
         (row,) = sites.rows[pattern]
-        assert left(sites.skipping_all_but({pattern}, ""), names) == {row.name}
-        assert left(pattern, names) == {*names} - {row.name}
+        for file in (tmp_path / "skip", tmp_path / "a, b"):
+            assert left(setting(sites.skipping_all_but({pattern}, ()), file), names) == {row.name}
+            assert left(setting([pattern], file), names) == {*names} - {row.name}
 
 
 def test_a_site_that_many_processes_have_is_one() -> None:
@@ -100,20 +104,23 @@ def test_a_site_that_many_processes_have_is_one() -> None:
     assert site == rows("a.Norm")
 
 
-def test_names_that_a_pattern_cannot_tell_apart_are_one() -> None:
-    sites = Sites(rows("odd+1.Norm", "odd-1.Norm", "odd 1.Norm"))
-    assert [len(sites.rows[pattern]) for pattern in sites.patterns] == [3]
+def test_what_is_too_long_for_a_variable_goes_through_a_file(tmp_path: Path) -> None:
+    names = [f"family{n // 4}.{'Long' * 50}{n % 4}" for n in range(1000)]
+    sites = Sites(rows(*names))
+    value = setting(sites.skipping_all_but(set(sites.patterns[::4]), ["glm4*"]), tmp_path / "skip")
+    assert value == f"@{tmp_path / 'skip'}" and left(value, names) == set(names[::4])
+    assert Settings.of(("rms_norm",), skip=value).skip[0] == "glm4*"
 
 
-def test_whole_families_are_named_once_and_the_users_own_stay() -> None:
+def test_whole_families_are_named_once_and_the_users_own_stay(tmp_path: Path) -> None:
     names = [f"family{n // 4}.Class{n % 4}" for n in range(1000)]
     sites = Sites(rows(*names))
-    assert sites.skipping_all_but({"family7.Class2"}, "glm4*").startswith("glm4*,family0,family1,")
+    assert sites.skipping_all_but({"family7.Class2"}, ["glm4*"])[:3] == ["glm4*", "family0", "family1"]
     half = set(sites.patterns[:500])
-    skip = sites.skipping_all_but(half, "")
+    skip = setting(sites.skipping_all_but(half, ()), tmp_path / "skip")
     assert left(skip, names) == half and len(skip) < 3000
-    worst = sites.skipping_all_but(set(sites.patterns[::4]), "")
-    assert left(worst, names) == set(names[::4])
+    worst = setting(sites.skipping_all_but(set(sites.patterns[::4]), ()), tmp_path / "skip")
+    assert left(worst, names) == set(names[::4]) and "@" not in worst
     assert len(f"NPU_AUTOPATCH_SKIP={worst}") < 128 * 1024, "what Linux takes for one variable"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 import npu_autopatch
@@ -80,6 +82,10 @@ def test_defaults_patch_everything_on_the_npu() -> None:
         ({"skip": "qwen3[ab"}, ["'qwen3[ab'"]),
         ({"skip": ["a/b"]}, ["'a/b'"]),
         ({"skip": None}, ["None", "qwen3.Qwen3MLP"]),
+        ({"skip": "@none/skip.txt"}, ["'none/skip.txt'", "No such file", "a pattern in each line"]),
+        ({"skip": f"@{__file__}"}, ["skip pattern"]),
+        ({"skip": ["@skip.txt"]}, ["'@skip.txt'"]),
+        ({"skip": "qwen[]"}, ["'qwen[]'"]),
         ({"log_level": "loud"}, ["'loud'", "debug", "info", "warning"]),
     ],
 )
@@ -120,9 +126,20 @@ def test_the_public_calls_refuse_with_the_same_sentence(call) -> None:  # type: 
         ("qwen3_next", False),
         ("qwe", False),
         ("llama, qwen3", True),
+        ("[q]wen3", True),
+        ("[!q]wen3", False),
+        ("qwen3[.]Qwen3RMSNorm", True),
     ],
 )
 def test_skip_patterns_are_over_sites_and_families(pattern: str, skipped: bool) -> None:
     settings = Settings.of(KNOWN, skip=pattern)
     assert bool(settings.skips("qwen3.Qwen3RMSNorm")) is skipped
     assert settings.skips("qwen3.Qwen3RMSNorm") in ("", *settings.skip)
+
+
+def test_a_file_has_a_pattern_in_each_line(tmp_path: Path) -> None:
+    file = tmp_path / "skip, all.txt"
+    file.write_text("qwen3.Qwen3RMSNorm\n\n  glm4*\na[,]b\n")
+    settings = Settings.from_environment(KNOWN, {"NPU_AUTOPATCH_SKIP": f" @{file}"})
+    assert settings.skip == ("qwen3.Qwen3RMSNorm", "glm4*", "a[,]b")
+    assert settings.skips("a,b.Norm") and not settings.skips("qwen3.Qwen3MLP")
