@@ -36,12 +36,14 @@ class Activation:
         self.contains = contains
         self.kernels = [load(name) for name in settings.kernels]
         self.seen: dict[str, list[weakref.ref[type]]] = {}
+        self.rows: dict[_Key, Row] = {}
 
 
+_Key = tuple[str, str, str]  # module, site, kernel
 _active: list[Activation] = []
 _lasting: list[Activation] = []  # those of the environment and of enable(), which disable() ends
 _ledger = Ledger()
-_rows: dict[tuple[str, str, str], Row] = {}
+_ended: dict[_Key, Row] = {}  # what became of the sites of activations that are over
 _half_loaded: list[ModuleType] = []
 _last_settings: Settings | None = None
 
@@ -73,7 +75,7 @@ def patched(
     activation = _begin(Activation(Settings.of(REGISTRY, kernels, skip, backend)))
     try:
         _finish_half_loaded()
-        told = [_OnEntry(list(_rows.values()), _described(activation.settings))]
+        told = [_OnEntry(list(_now().values()), _described(activation.settings))]
         kept = weakref.ref(told[0])
         yield told.pop()
         if (on_entry := kept()) is not None:  # it may be read later
@@ -118,7 +120,16 @@ def report() -> Report:
     """What happened to every site so far, in this process."""
     _finish_half_loaded()
     settings = _active[-1].settings if _active else _last_settings
-    return Report(_with_others(list(_rows.values())), _described(settings), _versions())
+    return Report(_with_others(_so_far()), _described(settings), _versions())
+
+
+def _now() -> dict[_Key, Row]:
+    """What each site is: as the latest of the active ones has found it, who sees what those before have patched."""
+    return {key: row for activation in list(_active) for key, row in list(activation.rows.items())}
+
+
+def _so_far() -> list[Row]:
+    return list({**_ended, **_now()}.values())
 
 
 def _with_others(rows: list[Row]) -> list[Row]:
@@ -212,13 +223,17 @@ def _begin(activation: Activation) -> Activation:
 
 def _end(activation: Activation) -> None:
     _active.remove(activation)
+    rows = activation.rows
     for slot, found in _ledger.release(activation):
-        key = next((key for key in _rows if slot.site and key[1:] == (slot.site, slot.kernel)), None)
+        key = next((key for key in rows if slot.site and key[1:] == (slot.site, slot.kernel)), None)
         if key is not None:
             named = getattr(found, "__module__", None) or type(found).__module__
             passes_for_it = named == getattr(slot.original, "__module__", None)
             words = f"patched over by {foreign.home_of(found) if passes_for_it else named} and left alone"
-            _note(Row(*key, _rows[key].variant, FOREIGN, words))
+            _note(Row(*key, rows[key].variant, FOREIGN, words), activation)
+    for key, row in rows.items():
+        _ended.pop(key, None)  # the latest comes last
+        _ended[key] = replace(row, ended=True)
     if not _active and not finder.from_environment:
         finder.remove()
     _reset_dynamo()
@@ -250,22 +265,23 @@ def _patch_or_raise(module: ModuleType, activation: Activation) -> None:
     _forget(module, activation)
     try:
         for row in patch_module(module, activation.kernels, activation.settings, _ledger, activation):
-            _note(row)
+            _note(row, activation)
     except PatchError as error:
         for row in error.rows:
-            _note(row)
+            _note(row, activation)
         raise
 
 
 def _forget(module: ModuleType, activation: Activation) -> None:
     """Drop the rows about to be found again: a class may be gone since, or stand under another's name."""
     kernels = {"", *(kernel.name for kernel in activation.kernels)}
-    for key in [key for key in list(_rows) if key[0] == module.__name__ and key[2] in kernels]:
-        _rows.pop(key, None)
+    for rows in (activation.rows, _ended):
+        for key in [key for key in list(rows) if key[0] == module.__name__ and key[2] in kernels]:
+            rows.pop(key, None)
 
 
-def _note(row: Row) -> None:
-    _rows[row.module, row.name, row.kernel] = row
+def _note(row: Row, activation: Activation) -> None:
+    activation.rows[row.module, row.name, row.kernel] = row
     detail = row.variant if row.state == PATCHED else row.reason
     log.debug("%s %s: %s", row.state, row.name, detail)
 
@@ -301,7 +317,7 @@ def _at_exit(settings: Settings) -> None:
             final.write(settings.report_path)
         else:  # without asking for live instances and other holders, which takes a tenth of a second
             _finish_half_loaded()
-            final = Report(list(_rows.values()), _described(settings))
+            final = Report(_so_far(), _described(settings))
         log.info("%s", final.summary())
     except OSError as error:
         finder.complain(f"the report could not be written to {settings.report_path}: {error.strerror}")

@@ -19,17 +19,21 @@ def matches(site: str, patterns: str) -> bool:
 
 
 def listing(rows: Iterable[Row], width: int) -> str:
-    """A block for each kernel and state, in rich's markup; of a failure, the last line of its traceback."""
-    blocks: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    """A block for each kernel and state, in rich's markup; of a failure, the last line of its traceback.
+
+    What ended comes after what has not.
+    """
+    blocks: dict[tuple[bool, str, str], list[tuple[str, str]]] = {}
     for row in rows:
         reason = row.reason.strip().splitlines()[-1] if row.reason.strip() else ""
         words = "; ".join(filter(None, (row.variant, reason))) if row.state == PATCHED else reason
-        blocks.setdefault((row.kernel, row.state), []).append((row.name, words))
+        blocks.setdefault((row.ended, row.kernel, row.state), []).append((row.name, words))
     shown = []
-    for kernel, state in sorted(blocks, key=lambda block: (block[0], STATES.index(block[1]))):
-        block = blocks[kernel, state]
-        shown.append(f"[bold]{kernel or 'classes'}[/] [{_COLOURS[state]}]{state}[/] {len(block)}")
-        shown.append(beside(block, width))
+    for key in sorted(blocks, key=lambda block: (*block[:2], STATES.index(block[2]))):
+        ended, kernel, state = key
+        words, colour = (f"{state}, ended", "dim") if ended else (state, _COLOURS[state])
+        shown.append(f"[bold]{kernel or 'classes'}[/] [{colour}]{words}[/] {len(blocks[key])}")
+        shown.append(beside(blocks[key], width))
     return "\n".join(shown)
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
 from npu_autopatch.settings import rank
@@ -17,7 +18,8 @@ PATCHED, REFUSED, SKIPPED, FAILED, FOREIGN = STATES = ("patched", "refused", "sk
 class Row:
     """One site. `state` is one of `STATES`.
 
-    `reason` is a traceback for a failed one; for a patched one it is empty, or says where it is not reached.
+    `reason` is a traceback for a failed one; for a patched one it is empty, or says where it is not reached. What
+    `ended` was so until `disable()`, or the end of a `patched` block, and is as it was before.
     """
 
     module: str
@@ -26,6 +28,7 @@ class Row:
     variant: str
     state: str
     reason: str = ""
+    ended: bool = False
 
 
 @dataclass
@@ -37,11 +40,17 @@ class Report:
     versions: dict[str, str] = field(default_factory=dict)
 
     def count(self, state: str) -> int:
-        return sum(row.state == state for row in self.sites)
+        """How many sites are in `state` now: none that ended."""
+        return sum(row.state == state and not row.ended for row in self.sites)
+
+    @property
+    def ended(self) -> int:
+        """How many sites ended."""
+        return sum(row.ended for row in self.sites)
 
     def to_json(self) -> str:
-        """``{"sites": [{"module", "name", "kernel", "variant", "state", "reason"}, ...], ...}``."""
-        summary = {state: self.count(state) for state in STATES}
+        """``{"sites": [{"module", "name", "kernel", "variant", "state", "reason", "ended"}, ...], ...}``."""
+        summary = {**{state: self.count(state) for state in STATES}, "ended": self.ended}
         sites = [asdict(row) for row in self.sites]
         whole = {"sites": sites, "summary": summary, "settings": self.settings, "versions": self.versions}
         return json.dumps(whole, indent=1)
@@ -56,21 +65,29 @@ class Report:
 
     def summary(self) -> str:
         """One line."""
-        patched = Counter(row.kernel for row in self.sites if row.state == PATCHED)
-        if not patched and not self.settings:
+        rows = [row for row in self.sites if not row.ended]
+        if not rows and self.ended:
+            return f"not active any more: {self._patched(self.sites)}"
+        if not rows and not self.settings:
             return "not enabled: set NPU_AUTOPATCH=1, or call npu_autopatch.enable()"
-        if not patched:
-            return f"enabled, but nothing was patched: {self._why_nothing()}"
-        kernels = ", ".join(f"{kernel} {count}" for kernel, count in patched.items())
+        if not self.count(PATCHED):
+            return f"enabled, but nothing was patched: {self._why_nothing(rows)}"
         others = [f"{self.count(state)} {state}" for state in STATES[1:] if self.count(state)]
-        return ", ".join([f"{sum(patched.values())} sites patched ({kernels})", *others])
+        return ", ".join([self._patched(rows), *others, *([f"{self.ended} ended"] if self.ended else [])])
 
-    def _why_nothing(self) -> str:
-        if not self.sites:
+    @staticmethod
+    def _patched(rows: Iterable[Row]) -> str:
+        kernels = Counter(row.kernel for row in rows if row.state == PATCHED)
+        named = ", ".join(f"{kernel} {count}" for kernel, count in kernels.items())
+        return f"{sum(kernels.values())} sites patched" + (f" ({named})" if named else "")
+
+    @staticmethod
+    def _why_nothing(rows: list[Row]) -> str:
+        if not rows:
             return "no site was found in the modeling modules imported so far"
-        reasons = Counter(row.reason.strip().splitlines()[-1] for row in self.sites if row.reason)
+        reasons = Counter(row.reason.strip().splitlines()[-1] for row in rows if row.reason)
         reason, times = reasons.most_common(1)[0]
-        return f"{times} of {len(self.sites)} sites {reason}" if times > 1 else f"{self.sites[0].name}: {reason}"
+        return f"{times} of {len(rows)} sites {reason}" if times > 1 else f"{rows[0].name}: {reason}"
 
     def __str__(self) -> str:
         """The table in plain text, as wide as the terminal."""

@@ -36,7 +36,7 @@ class Run:
     losses: list[float] = field(default_factory=list)
     ops: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
-    sites: list[dict[str, str]] = field(default_factory=list)
+    sites: list[dict[str, Any]] = field(default_factory=list)
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

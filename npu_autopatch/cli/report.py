@@ -51,7 +51,8 @@ def show(arguments: argparse.Namespace) -> int:
     screen = console()
     if rows:
         screen.print(listing(rows, screen.width))
-    counts = ", ".join(f"{report.count(state)} {state}" for state in STATES if report.count(state))
+    counted = {**{state: report.count(state) for state in STATES}, "ended": report.ended}
+    counts = ", ".join(f"{count} {state}" for state, count in counted.items() if count)
     screen.print(f"{len(rows)} of {len(content['sites'])} sites{': ' if rows else ''}{counts}")
     return 0
 
@@ -67,9 +68,14 @@ def read(path: str, expected: str = _EXPECTED) -> tuple[dict[str, Any], list[Row
         raise CommandError(f"{path} is no JSON: {expected}") from None
     try:
         rows = [Row(**site) for site in content["sites"]]
-        valid = all(row.state in STATES and all(isinstance(value, str) for value in vars(row).values()) for row in rows)
+        valid = all(row.state in STATES and all(map(_of_its_type, vars(row).items())) for row in rows)
     except (TypeError, KeyError):
         valid = False
     if not valid:
         raise CommandError(f"{path} is JSON, but no report: {expected}")
     return content, rows
+
+
+def _of_its_type(item: tuple[str, object]) -> bool:
+    name, value = item
+    return isinstance(value, bool if name == "ended" else str)

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from npu_autopatch import activation
-from npu_autopatch.kernels import REGISTRY
 from npu_autopatch.reporting import FAILED, PATCHED, Report, Row
-from npu_autopatch.settings import Settings, SettingsError
+from npu_autopatch.settings import SettingsError
 from npu_autopatch.verification import compiled, passes, sites
 from npu_autopatch.verification.comparison import Errors, Pass, errors, furthest, largest, typically_behind, unlike
 from npu_autopatch.verification.compiled import COMPILED
@@ -160,9 +159,8 @@ class _Work:
     def _begin(self, report: Report, homes: set[str], watch: Watch, why: dict[str, str]) -> None:
         """Take down the sites of the model's modules."""
         self.found.versions = {name: report.versions[name] for name in ("transformers", "torch", "torch_npu")}
-        kernels = {"", *Settings.of(REGISTRY, self.patching["kernels"]).kernels}  # others are of an earlier patch
         for row in report.sites:
-            if row.module not in homes or row.kernel not in kernels:
+            if row.module not in homes:
                 continue
             if row.state == PATCHED:
                 site = self._site(row, watch, why.get(row.name, ""))

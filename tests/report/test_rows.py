@@ -83,9 +83,11 @@ def test_json_has_every_site_and_the_surroundings() -> None:
         whole = json.loads(npu_autopatch.report().to_json())
     assert {site["name"]: site["state"] for site in whole["sites"]}["gemma2.Gemma2RMSNorm"] == "skipped"
     assert whole.keys() == {"sites", "summary", "settings", "versions"}
-    assert all(site.keys() == {"module", "name", "kernel", "variant", "state", "reason"} for site in whole["sites"])
-    assert all(isinstance(value, str) for site in whole["sites"] for value in site.values())
-    assert whole["summary"].keys() == set(STATES)
+    texts = {"module", "name", "kernel", "variant", "state", "reason"}
+    assert all(site.keys() == {*texts, "ended"} for site in whole["sites"])
+    assert all(isinstance(site[name], str) for site in whole["sites"] for name in texts)
+    assert all(isinstance(site["ended"], bool) for site in whole["sites"])
+    assert whole["summary"].keys() == {*STATES, "ended"}
     assert sum(whole["summary"].values()) == len(whole["sites"])
     assert whole["settings"] == {
         "kernels": list(whole["settings"]["kernels"]),
@@ -117,6 +119,54 @@ def test_a_skipped_site_names_the_pattern() -> None:
     }
     assert "qwen3_next.*Gated" in rows["qwen3_next.Qwen3NextRMSNormGated"].reason
     assert "gemma2" in rows["gemma2.Gemma2RMSNorm"].reason
+
+
+def llama(report: Any) -> tuple[dict[str, tuple[str, bool]], str]:
+    """State and end of the sites of one family, by their kernels; and the summary."""
+    rows = [row for row in report.sites if row.name.startswith("llama.") and "(instance)" not in row.name]
+    return {row.kernel: (row.state, row.ended) for row in rows}, report.summary()
+
+
+def test_a_block_tells_of_what_is_patched_now_and_the_report_of_what_ended_too() -> None:
+    importlib.import_module("transformers.models.llama.modeling_llama")
+    with npu_autopatch.patched("rms_norm", backend="emulate") as first:
+        pass
+    with npu_autopatch.patched("rope", backend="emulate", skip="gemma2") as second:
+        during = npu_autopatch.report()
+    after = npu_autopatch.report()
+    assert llama(first)[0] == {"rms_norm": ("patched", False)}
+    assert llama(second)[0] == {"rope": ("patched", False)} and "ended" not in llama(second)[1]
+    both = {"rms_norm": ("patched", True), "rope": ("patched", False)}
+    assert llama(during)[0].items() >= both.items() and f", {during.ended} ended" in during.summary()
+    assert set(llama(after)[0].values()) == {("patched", True)} and llama(after)[0].keys() >= both.keys()
+    assert after.summary().startswith("not active any more: ") and "rope" in after.summary()
+    assert after.count("patched") == 0 < after.ended == len(after.sites)
+    assert "rope patched, ended " in str(after) and "rope patched, ended" not in str(second)
+    assert all(site["ended"] for site in json.loads(after.to_json())["sites"])
+
+
+def test_what_an_outer_block_keeps_has_not_ended() -> None:
+    importlib.import_module("transformers.models.llama.modeling_llama")
+    outer = npu_autopatch.patched(["rms_norm", "swiglu"], backend="emulate", skip="*MLP")
+    with outer:
+        with npu_autopatch.patched(backend="emulate"):
+            assert set(llama(npu_autopatch.report())[0].values()) == {("patched", False)}
+        states = llama(npu_autopatch.report())[0]
+    assert states == {"rms_norm": ("patched", False), "swiglu": ("skipped", False), "rope": ("patched", True)}
+
+
+def test_what_disable_ends_is_still_in_the_report_at_exit(python: Any, tmp_path: Path) -> None:
+    program = """
+        from transformers.models.llama import modeling_llama
+        import npu_autopatch
+        npu_autopatch.disable()
+    """
+    settings = {"NPU_AUTOPATCH": "1", "NPU_AUTOPATCH_BACKEND": "emulate"}
+    done = python(program, started=True, NPU_AUTOPATCH_REPORT="report.json", **settings)
+    assert done.returncode == 0 and "npu_autopatch: not active any more: 3 sites patched (" in done.stderr, done
+    sites = json.loads((tmp_path / "report.json").read_text())["sites"]
+    found = {site["kernel"]: (site["state"], site["ended"]) for site in sites}
+    assert found == dict.fromkeys(("rms_norm", "swiglu", "rope"), ("patched", True))
 
 
 def test_a_model_without_rms_norms_is_left_alone_without_a_row(
