@@ -63,16 +63,17 @@ class Slot:
     def restore(self) -> Any:
         """Put the old value back; the foreign value found instead of our replacement, or None."""
         current = held_by(self.owner).get(self.attribute, _ABSENT)
-        if current is not self.replacement:
-            return None if current is self.original or current is _ABSENT else current
-        _put(self.owner, self.attribute, self.original)
+        ours = any(current is known for known in (self.replacement, self.original, _ABSENT))
+        foreign = None if ours else current
+        if current is self.replacement:
+            _put(self.owner, self.attribute, self.original)
         del current  # the count is of what others hold
         for place, index in self.captures:
             if place[index] is self.replacement:
                 place[index] = self.original
         if self.site and isinstance(self.owner, ModuleType) and sys.getrefcount(self.replacement) > holders.ALONE:
             self._take_back()
-        return None
+        return foreign
 
     def exchange(self, replacement: Any) -> None:
         """Put another replacement where this one stands now."""

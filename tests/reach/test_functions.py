@@ -153,6 +153,31 @@ def test_a_wrapper_of_another_package_around_ours_is_left_alone_and_works() -> N
     torch.testing.assert_close(wrapped(*args), ORIGINAL(*args))
 
 
+def test_what_holds_ours_beside_a_wrapper_of_another_package_gets_the_original_back() -> None:
+    code = f"""
+{TAKES_THE_NAME}
+
+def gives(function):
+    held = [function]
+    def decorate(cls):
+        cls.__init__ = lambda self: setattr(self, "rotary", held[0])
+        return cls
+    return decorate
+
+@gives({NAME})
+class Attention:
+    pass
+"""
+    remote = module("transformers_modules.captures.modeling_captures", code)
+    with block():
+        ours = vars(remote)[NAME]
+        assert remote.Attention().rotary is ours is not ORIGINAL
+        script = module("user_script", f"from {remote.__name__} import {NAME} as rope")
+        setattr(remote, NAME, lambda *args: ours(*args))
+    assert vars(remote)[NAME] is not ORIGINAL
+    assert remote.Attention().rotary is script.rope is ORIGINAL
+
+
 def test_a_skipped_function_stays(fused_calls: Any) -> None:
     with npu_autopatch.patched(backend="emulate", skip=f"llama.{NAME}"):
         assert vars(modeling_llama)[NAME] is ORIGINAL
