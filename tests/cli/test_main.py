@@ -8,15 +8,20 @@ from collections.abc import Callable
 
 import pytest
 
+from npu_autopatch.cli import _parsers
 from npu_autopatch.version import __version__
 
-COMMANDS = ("run", "doctor", "report", "bisect", "coverage", "ops", "demo")
+COMMANDS = ("run", "doctor", "report", "verify", "analyze", "bisect", "coverage", "ops", "demo")
 
 
 def test_without_a_command_it_prints_help_and_ends_with_2(command: Callable[..., object]) -> None:
     done = command()
     assert (done.code, done.err) == (2, "")
     assert all(f"    {name} " in done.out for name in COMMANDS)
+
+
+def test_these_are_all_commands() -> None:
+    assert tuple(_parsers()[1]) == COMMANDS
 
 
 def test_version(command: Callable[..., object]) -> None:

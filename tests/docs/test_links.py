@@ -97,6 +97,19 @@ def test_the_settings_have_a_heading_each() -> None:
     assert set(headings) == variables()
 
 
+def test_each_command_has_a_section_with_its_output() -> None:
+    page = (PROJECT / "docs" / "commands.md").read_text()
+    sections = dict(re.findall(r"(?ms)^## (\w+)\n(.*?)(?=^## |\Z)", _FENCED.sub(_shown, page)))
+    for name in commands():
+        assert name in sections, f"docs/commands.md has no section on {name}"
+        assert f"npu-autopatch {name}" in sections[name], f"docs/commands.md shows no output of {name}"
+
+
+def _shown(block: re.Match[str]) -> str:
+    """A block of code without what may look like a heading."""
+    return re.sub(r"(?m)^#", " #", block[0])
+
+
 def test_the_index_has_every_page() -> None:
     named = set(re.findall(r"\]\((\w[\w-]*\.md)\)", (PROJECT / "docs" / "README.md").read_text()))
     assert named == {file.name for name, file in PAGES.items() if name.startswith("docs/")} - {"README.md"}
