@@ -55,6 +55,11 @@ def test_a_grouped_product_is_shown_as_registered(command):
     assert "any train we know" not in shown
 
 
+def test_of_every_operator_it_is_known_whether_there_is_a_gradient(command):
+    ops = json.loads(command("list", "--json", cann=True))["ops"]
+    assert {op["differentiable"] for op in ops if op["installed"]} == {True, False}
+
+
 def test_without_cann_the_same_is_read_from_the_files_and_said_to_be(command):
     shown = flat(command("show", "npu_grouped_matmul", cann=False))
     assert "torch_npu 2.13.0 cannot be imported here (ImportError: libhccl.so" in shown
