@@ -11,6 +11,8 @@ PYTEST := -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 # a patch proves what is loaded: what loads many models is run in processes of its own, or each later patch takes long
 SWEEP := tests/kernels/test_every_norm.py tests/kernels/test_every_mlp.py tests/kernels/test_every_rotary.py \
          tests/kernels/test_every_experts.py
+NPU_SWEEP := tests/virtual_npu/test_every_norm.py tests/virtual_npu/test_every_rotary.py \
+             tests/virtual_npu/test_moe_every_experts.py tests/virtual_npu/test_swiglu_every_mlp.py
 # environments of their own, or a browser
 APART := tests/packaging tests/virtual_npu tests/hub_kernels tests/page
 FAMILIES := tests/models/test_families.py tests/models/test_moe_families.py
@@ -76,7 +78,8 @@ test-page: $(ENVS)/5.24.0/ready
 
 test-virtual-npu: export NPU_AUTOPATCH_REQUIRE_VIRTUAL_NPU = 1
 test-virtual-npu: $(ENVS)/virtual_npu/ready
-	$(ENVS)/virtual_npu/bin/python $(PYTEST) tests/virtual_npu
+	$(ENVS)/virtual_npu/bin/python $(PYTEST) tests/virtual_npu $(NPU_SWEEP:%=--ignore %)
+	$(ENVS)/virtual_npu/bin/python $(PYTEST) $(NPU_SWEEP)
 
 lint: $(ENVS)/5.24.0/ready
 	$(ENVS)/5.24.0/bin/ruff check .

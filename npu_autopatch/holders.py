@@ -43,20 +43,30 @@ def captures(module: ModuleType, function: Any) -> list[tuple[list[Any], int]]:
 
 
 def in_instances(function: Any) -> list[tuple[dict[str, Any], str]]:
-    """The entries of nn.Module instances, and of dicts they have, that hold `function`: a walk of the heap."""
-    found = []
-    for holder in gc.get_referrers(function):
-        space = vars(holder) if isinstance(holder, nn.Module) else holder
-        if type(space) is dict and (isinstance(holder, nn.Module) or _is_of_instance(space)):
-            found += [(space, name) for name, value in list(space.items()) if value is function]
+    """The entries of nn.Module instances, and of dicts they have, that hold `function`: some walks of the heap."""
+    holders = gc.get_referrers(function)
+    spaces = [holder for holder in holders if type(holder) is dict]
+    theirs = _of_instances(spaces)
+    found = [vars(holder) for holder in holders if isinstance(holder, nn.Module)]
+    found += [space for space in spaces if id(space) in theirs]
+    return [(space, name) for space in found for name, value in list(space.items()) if value is function]
+
+
+def _of_instances(spaces: list[dict[str, Any]], depth: int = 1) -> set[int]:
+    """Which of `spaces` an nn.Module has, or a dict that it has, by their ids."""
+    if not spaces:
+        return set()
+    ids, outer, found = set(map(id, spaces)), [], set()
+    for owner in gc.get_referrers(*spaces):
+        if isinstance(owner, nn.Module):
+            found |= ids.intersection(map(id, gc.get_referents(owner)))
+        elif depth > 0 and type(owner) is dict:
+            outer.append(owner)
+    theirs = _of_instances(outer, depth - 1)
+    for space in outer:
+        if id(space) in theirs:
+            found |= ids.intersection(map(id, list(space.values())))
     return found
-
-
-def _is_of_instance(space: dict[str, Any], depth: int = 1) -> bool:
-    return any(
-        isinstance(owner, nn.Module) or (depth > 0 and type(owner) is dict and _is_of_instance(owner, depth - 1))
-        for owner in gc.get_referrers(space)
-    )
 
 
 def names(functions: Iterable[tuple[FunctionType, int]]) -> dict[FunctionType, list[str]]:

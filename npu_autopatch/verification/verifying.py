@@ -145,9 +145,9 @@ class _Work:
             progress("sites", 1 / 3)
             again = [(call, _tried(alone, call)) for call in watch.calls]
             times = {id(call): sites.seconds(call) for call in watch.calls if on_device}
-            why = _why(watch)
-        if not self.parts:
-            self._begin(report, homes, watch, why)
+            if not self.parts:
+                self._begin(report, homes, watch, _why(watch))
+            del report  # one that is kept asks who holds what, which takes long
         for place, (dtype, mode) in enumerate(cases):
             progress(f"{mode} in {_short(dtype)}, original and fp64", (1 + place / len(cases)) / 3)
             self._compare_mode(drawn, device[dtype], dtype, mode, batches[dtype], got[dtype, mode])
@@ -273,15 +273,15 @@ class _Work:
 
 def _why(watch: Watch) -> dict[str, str]:
     """Of each site with calls that were not fused: the conditions of ours that decided so."""
-    found: dict[str, list[str]] = {}
-    for call in watch.calls:
-        if not call.fused and call.case[1] != CHECKPOINTS:
-            with activation.trace() as trace:
-                _tried(alone, call)
-            for traced in trace.calls.values():
-                if traced.site == call.site:
-                    found.setdefault(call.site, []).extend(traced.reasons)
-    return {site: ", ".join(dict.fromkeys(reasons)) for site, reasons in found.items()}
+    calls = [call for call in watch.calls if not call.fused and call.case[1] != CHECKPOINTS]
+    if not calls:
+        return {}
+    with activation.trace() as trace:
+        for call in calls:
+            _tried(alone, call)
+    sites = {call.site for call in calls}
+    found = {traced.site: traced.reasons for traced in trace.calls.values() if traced.site in sites}
+    return {site: ", ".join(reasons) for site, reasons in found.items() if reasons}
 
 
 def _tried(function: Callable[..., Pass], *args: Any) -> Pass | Exception:
