@@ -23,7 +23,7 @@ WHOLE-5.24.0 := tests
 WHOLE-4.57.6 := tests
 WHOLE-5.0.0 := tests/reach tests/integration tests/kernels tests/cli/test_coverage_whole.py
 SOME-5.0.0 := -k "moe_families or llama or qwen3 or glm4 or phi3 or gemma3 or deepseek_v3 or gpt_oss or t5"
-OTHERS := $(APART) tests/models tests/verification $(SWEEP)
+OTHERS := $(APART) tests/models tests/verification tests/analysis $(SWEEP)
 
 .PHONY: demo test test-virtual-npu test-packaging test-hub-kernels test-page lint verify-all bench bench-launches clean \
         coverage-docs environments $(VERSIONS:%=test-%)
@@ -63,6 +63,7 @@ $(VERSIONS:%=test-%): test-%: $(ENVS)/%/ready
 	$(ENVS)/$*/bin/python $(PYTEST) --dist loadgroup $(FAMILIES) $(SOME-$*)
 	$(ENVS)/$*/bin/python $(PYTEST) $(MODES) $(SOME-$*)
 	$(ENVS)/$*/bin/python $(PYTEST) $(SWEEP)
+	$(if $(filter tests,$(WHOLE-$*)),$(ENVS)/$*/bin/python $(PYTEST) tests/analysis)
 
 test-packaging: $(ENVS)/5.24.0/ready
 	$(ENVS)/5.24.0/bin/python $(PYTEST) tests/packaging
