@@ -54,6 +54,11 @@ def analyze(
         raise SettingsError("the package is enabled, so that nothing could run unpatched: call disable() first")
     Settings.of(REGISTRY, kernels, skip)
     given = architecture(model_or_config, trust_remote_code)
+    notes: list[str] = []
+    longest = getattr(given.config, "max_position_embeddings", None)
+    if isinstance(longest, int) and 0 < longest < tokens + 1:
+        notes = [f"{longest - 1} tokens were run, not {tokens}: the model has {longest} positions"]
+        tokens = longest - 1
     patching = {"kernels": kernels, "skip": skip, "backend": "emulate"}
     progress("building", 0.0)
     try:
@@ -65,12 +70,14 @@ def analyze(
             model, alike = _made_small(given)
             work = _Work(model, alike, SMALL_BATCH, SMALL_TOKENS, patching, progress)
             counted = f"made small, {SMALL_BATCH} x {SMALL_TOKENS} tokens, for its code asks for values ({error})"
+    except running.NotRun as error:
+        raise SourceError(f"{given.name} cannot be analysed: {error}") from error
     except (SourceError, SettingsError):
         raise
     except Exception as error:
         words = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise SourceError(f"{given.name} cannot be run ({words})") from error
-    notes = [*(f"not analysed: {words}" for words in given.left_out), *work.notes]
+    notes += [*(f"not analysed: {words}" for words in given.left_out), *work.notes]
     return Analysis(given.name, counted, _versions(), tuple(work.modes), tuple(notes))
 
 
@@ -119,9 +126,11 @@ class _Work:
         self.reasons: dict[tuple[str, str], str] = {}
         given = running.inputs(model, batch, tokens)
         homes = {type(part).__module__ for part in model.modules()}
+        with activation.patched(**{**patching, "kernels": "all"}) as report:
+            every = [row for row in report.sites if row.module in homes]
+        marked = running.sites(every)  # those of kernels left out are chains all the same
         with activation.patched(**patching) as report:
             self.rows = [row for row in report.sites if row.module in homes]
-            marked = running.sites(self.rows)
             after = {}
             for step, mode in enumerate(MODES):
                 progress(f"{mode}, patched", 0.1 + step * 0.15)

@@ -201,9 +201,12 @@ class _Places:
             self.put((op for op in own if op.index in leads or op in chosen), ROUTER, block)
         products = [op.index for op in self.free(own) if projects(op)]
         first, last = (products[0], products[-1]) if products else (call[-1].index, call[-1].index)
-        for op in self.free(own):
+        # what only prepares a parameter belongs to what reads it
+        prepares = [op for op in own if op.shapes and len(op.parameters) == len(op.shapes)]
+        for op in (op for op in self.free(own) if op not in prepares):
             self.put([op], DISPATCH if op.index < first else EXPERTS if op.index <= last else COMBINE, block)
-        beside = [op for op in ops if _in(op.module, block)]
+        within = {op.index for op in call}
+        beside = [op for op in ops if _in(op.module, block) and op.index not in within]
         leads, follows = self.before(call), self.after(call)
         self.put((op for op in beside if op.index in leads), ROUTER, block)
         self.put((op for op in beside if op.index in follows), COMBINE, block)

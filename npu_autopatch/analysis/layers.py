@@ -8,12 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig
 
 from npu_autopatch.verification import small
 
 LAYER = re.compile(r"^(.*?\.?\w+\.\d+)(?:\.|$)")
+_FILLS = {"normal_", "uniform_", "fill_", "zero_", "exponential_"}
 Build = Callable[[PretrainedConfig], nn.Module]
 Alike = dict[str, tuple[int, ...]]  # by the path of a layer, the numbers of those it stands for
 
@@ -55,8 +57,18 @@ def fewer(config: PretrainedConfig, build: Build) -> tuple[nn.Module, Alike]:
 
 def on_no_device(config: PretrainedConfig, build: Build) -> nn.Module:
     """The model in bf16, its weights without values."""
-    with torch.device("meta"):
+    with torch.device("meta"), _Unfilled():
         return build(copy.deepcopy(config)).to(torch.bfloat16).eval()
+
+
+class _Unfilled(TorchFunctionMode):
+    """Leaves out what only fills a tensor: there are no values, and thousands of experts are to be built."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        home, name = getattr(function, "__module__", ""), getattr(function, "__name__", "")
+        fills = home == nn.init.__name__ or name in _FILLS
+        filled = args[0] if args else (kwargs or {}).get("tensor")
+        return filled if fills and isinstance(filled, Tensor) else function(*args, **(kwargs or {}))
 
 
 Kinds = dict[str, tuple[Any, tuple[int, ...]]]

@@ -252,9 +252,9 @@ def _made_last() -> int:
 
 def _groups(read: list[Tensor]) -> int:
     """How many products a grouped one is where the device has no kernel for it: torch itself runs one a group."""
-    groups = next((v.size(0) for v in read if v.dim() == 3), read[-1].numel())
-    rows = max(v.size(0) for v in read if v.dim() == 2)
-    return min(groups, rows)
+    x, weight = read[:2]
+    rows, groups = (x.size(0), weight.size(0)) if weight.dim() == 3 else (weight.size(0), read[-1].numel())
+    return min(rows, groups)
 
 
 def _loaded(name: str, read: list[Tensor], stored: int) -> int:
@@ -262,7 +262,7 @@ def _loaded(name: str, read: list[Tensor], stored: int) -> int:
     if name in _LOOK_UP:
         return sum(min(_bytes(v), stored) for v in read)
     if name in _GROUPED and any(v.dim() == 3 for v in read):
-        rows = max(v.size(0) for v in read if v.dim() == 2)
+        rows = read[0].size(0)
         return sum(_bytes(v) * min(v.size(0), rows) // v.size(0) if v.dim() == 3 else _bytes(v) for v in read)
     return sum(_bytes(v) for v in read)
 

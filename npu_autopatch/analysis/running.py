@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterable
 from types import FunctionType
@@ -36,7 +37,10 @@ def sites(rows: Iterable[Row]) -> list[Site]:
 
 
 def inputs(model: Any, batch: int, tokens: int) -> dict[str, Tensor]:
-    """Token ids on the device of `model`, without a mask: no token is padding."""
+    """Token ids on the device of `model`, without a mask: no token is padding. Raises `NotRun`."""
+    takes = [name for name in inspect.signature(model.forward).parameters if name != "kwargs"]
+    if "input_ids" not in takes:
+        raise NotRun(f"it reads {takes[0]}, not token ids: give a model that reads text")
     device = next(model.parameters()).device
     ids = torch.zeros(batch, tokens, dtype=torch.long, device=device)
     if getattr(model.config, "is_encoder_decoder", False):
@@ -61,10 +65,12 @@ def run(model: Any, mode: str, batch: dict[str, Tensor], marked: list[Site]) -> 
             with recorder:
                 model(**batch, use_cache=True)
             return recorder.found
-        output = model(**batch, use_cache=True)
-        cache = {name: output[name] for name in _CACHES if output.get(name) is not None}
-        if not cache:
+        with Recorder(model, []):  # it answers questions about tokens
+            output = model(**batch, use_cache=True)
+        kept = [name for name in _CACHES if output.get(name) is not None]
+        if not kept:
             raise NotRun("the model keeps no cache")
+        cache = {kept[0]: output[kept[0]]}  # the newest name of it
         asked = "decoder_input_ids" if "decoder_input_ids" in batch else "input_ids"
         with recorder:
             model(**{**batch, asked: batch[asked][:, :1]}, **cache, use_cache=True)
@@ -72,14 +78,10 @@ def run(model: Any, mode: str, batch: dict[str, Tensor], marked: list[Site]) -> 
 
 
 def _loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """The model's own loss; of a model without one, that of its first answer."""
-    labels = batch.get("decoder_input_ids", batch["input_ids"])
-    loss: Tensor | None
-    try:
-        loss = model(**batch, labels=labels, use_cache=False).get("loss")
-    except TypeError:
-        loss = None
-    if loss is None:
-        output = model(**batch, use_cache=False)
-        return next(value for value in output.values() if isinstance(value, Tensor)).float().sum()
-    return loss
+    """The model's own loss; of a model without one, the sum of its answer."""
+    if "labels" in inspect.signature(model.forward).parameters:
+        labels = batch.get("decoder_input_ids", batch["input_ids"])
+        loss: Tensor = model(**batch, labels=labels, use_cache=False)["loss"]
+        return loss
+    output = model(**batch, use_cache=False)
+    return next(value for value in output.values() if isinstance(value, Tensor)).float().sum()

@@ -242,7 +242,7 @@ def test_the_numbers_of_the_model_stand_in_the_experiment() -> None:
 def test_the_addition_before_a_fused_norm_is_still_to_be_won() -> None:
     facts = {"width": 2048, "norm_fused": True, "across": True, **PAST}
     judgement = judged("residual add and norm", TRAINING, facts, 1, 0, "")
-    assert judgement.state == CANDIDATE and ops(judgement) == ["add_rms_norm"]
+    assert judgement.state == FUSED and ops(judgement) == ["add_rms_norm"]
     assert "npu_rms_norm_backward" in judgement.candidates[0].prepare
     assert "next layer" in judgement.candidates[0].prepare
     assert ops(judged("residual add and norm", PREFILL, facts, 1, 0, "")) == ["add_rms_norm", "add_rms_norm_v2"]

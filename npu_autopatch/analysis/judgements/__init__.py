@@ -50,8 +50,6 @@ JUDGES: dict[str, Callable[[Case], Judgement]] = {
     "output head": loss.output_head,
     "loss": loss.loss,
 }
-# Its norm is fused on its own; the addition before it is what is judged.
-_PARTLY = "residual add and norm"
 
 
 def judged(
@@ -70,6 +68,6 @@ def judged(
             else no_op("No op of torch_npu is known for what these launches compute.")
         )
     judgement = judge(case)
-    if fused and judgement.state != FUSED and chain != _PARTLY:
+    if fused and judgement.state != FUSED:
         return Judgement(FUSED, fused_here(case, "one of our kernels").reason, "", judgement.candidates)
     return judgement

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from npu_autopatch.analysis.judgements.case import Case
-from npu_autopatch.analysis.judgements.contract import TIMED, Attempt, by_torch_npu, fused, tried
-from npu_autopatch.analysis.result import Judgement
+from npu_autopatch.analysis.judgements.contract import TIMED, Attempt, by_torch_npu, candidates, fused, tried
+from npu_autopatch.analysis.result import FUSED, Judgement
 
 _BACKWARD = "npu_rms_norm_backward(dy, x, gamma, rstd) gives dx, and dgamma in fp32 to be cast to the weight's dtype"
 
@@ -57,14 +57,12 @@ def add_and_norm(case: Case) -> Judgement:
         f"afterwards. {TIMED}",
         f"x1, x2 and gamma must have one dtype.{rounded}",
     )
-    served = case.flag("norm_fused") or case.fused > 0
-    now = (
-        "The norm runs fused here, the addition before it as a launch of its own"
-        if served
-        else "The addition and the norm are launches apart"
-    )
-    why = f"{now}; npu_add_rms_norm does both in one."
-    return tried(case, why, *([both] if case.training else [both, in_place]))
+    further = [both] if case.training else [both, in_place]
+    if case.flag("norm_fused") or case.fused:
+        words = "The norm runs fused by the kernel rms_norm, the addition before it as a launch of its own."
+        return Judgement(FUSED, words, "", candidates(case, further))
+    why = "The addition and the norm are launches apart; npu_add_rms_norm does both in one."
+    return tried(case, why, *further)
 
 
 def add(case: Case) -> Judgement:
