@@ -124,6 +124,7 @@ class _Work:
         self.model, self.alike, self.batch, self.tokens = model, alike, batch, tokens
         self.notes: list[str] = []
         self.reasons: dict[tuple[str, str], str] = {}
+        self.kinds: dict[str, str] = {}  # of each layer in words, as it is in the first mode
         given = running.inputs(model, batch, tokens)
         homes = {type(part).__module__ for part in model.modules()}
         with activation.patched(**{**patching, "kernels": "all"}) as report:
@@ -209,7 +210,8 @@ class _Work:
             ]
             numbers = self.alike.get(layer, ())
             name = f"{layer.rpartition('.')[0]} {_ranges(numbers)}" if layer else OUTSIDE
-            parts.append(Part(name, _kind(found) if layer else "", len(numbers) if layer else 1, tuple(found)))
+            kind = self.kinds.setdefault(layer, _kind(found)) if layer else ""
+            parts.append(Part(name, kind, len(numbers) if layer else 1, tuple(found)))
         told = {
             PREFILL: f"{self.batch} x {self.tokens} tokens",
             DECODE: f"{self.batch} x 1 token after {self.tokens}",

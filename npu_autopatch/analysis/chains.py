@@ -7,6 +7,7 @@ router. No name of a module or model decides anything.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -88,7 +89,7 @@ class _Places:
 
     def found(self) -> dict[int, Place]:
         for op in self.ops.values():
-            if op.scopes and op.scopes[-1].kind in _SITES:
+            if op.scopes and op.scopes[-1].kind in _SITES and not _one_expert(op):
                 self.put([op], _SITES[op.scopes[-1].kind], op.scopes[-1].module)
             elif op.name in _LAYER_NORM:
                 self.put([op], NORM, op.module)
@@ -295,6 +296,12 @@ def _calls(ops: Iterable[Op], kind: str) -> list[list[Op]]:
         if scope := op.within(kind):
             found.setdefault(scope.number, []).append(op)
     return list(found.values())
+
+
+def _one_expert(op: Op) -> bool:
+    """Whether it runs in one of a list of modules within a block of experts: those are no MLPs of their own."""
+    block = op.within("moe")
+    return block is not None and bool(re.search(r"\.\d+(\.|$)", op.module.removeprefix(block.module)))
 
 
 def _children(layer: str, ops: list[Op]) -> list[tuple[str, list[Op]]]:

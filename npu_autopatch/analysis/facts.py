@@ -161,7 +161,7 @@ def _attention(seen: Seen) -> Facts:
 
 def _core(ops: list[Op], seen: Seen) -> Facts:
     """The sizes of attention, from the one function or from its two products."""
-    one = next((op for op in ops if op.within(CORE) and len(op.shapes) > 2 and len(op.shapes[0]) == 4), None)
+    one = next((op for op in ops if op.within(CORE) and "attention" in op.name and len(op.shapes) > 2), None)
     if one is not None:
         (_, heads, queries, width), (_, kv_heads, keys, _), value = one.shapes[:3]
         mask = "none" if len(one.shapes) < 4 else "bool" if one.dtypes[3] is torch.bool else "float"

@@ -111,6 +111,7 @@ class Recorder(TorchDispatchMode):
         for owner, attribute, kernel, site in self._sites:
             if attribute in vars(owner):
                 self._replace(owner, attribute, self._marked(kernel, site, vars(owner)[attribute]))
+        self._replace(torch.autocast, "__init__", _anywhere(torch.autocast.__init__))
         self._stack.enter_context(_OneAttention(self))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -243,6 +244,16 @@ def _attention(
     op = torch.ops.aten._scaled_dot_product_fused_attention_overrideable
     result: Tensor = op(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
     return result
+
+
+def _anywhere(begin: Callable[..., None]) -> Callable[..., None]:
+    """autocast that may be named the device without values, too: models switch it off on that of their input."""
+
+    @functools.wraps(begin)
+    def within(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        begin(self, "cpu" if device_type == "meta" else device_type, *args, **kwargs)
+
+    return within
 
 
 def _made_last() -> int:

@@ -1,11 +1,10 @@
-"""Analyses of published models as text that can be read and compared: ``python -m tests.analysis.golden`` writes them.
+"""Analyses of published models as text that can be read and compared.
 
-Read what has changed before it is committed: each line is a claim about a model.
+``python -m tests.analysis.golden [NAME ...]`` writes them. Read what has changed before it is committed: each line is a claim about a model.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -14,7 +13,6 @@ import transformers
 from npu_autopatch.analysis.analysing import analyze
 from npu_autopatch.analysis.result import NOT_POSSIBLE, Analysis, Chain
 from npu_autopatch.analysis.table import change, part_name
-from npu_autopatch.verification import small
 
 DATA = Path(__file__).parents[1] / "data"
 CONFIGS, GOLDEN = DATA / "configs", DATA / "analysis" / transformers.__version__
@@ -22,9 +20,8 @@ _EVERYWHERE = ("tokens", "batch")
 
 
 def names() -> list[str]:
-    """The published models that the installed transformers has."""
-    types = {path.stem: json.loads(path.read_text())["model_type"] for path in sorted(CONFIGS.glob("*.json"))}
-    return [name for name, model_type in types.items() if model_type in small.model_types()]
+    """The published models whose analysis has been read for the installed transformers."""
+    return sorted(path.stem for path in GOLDEN.glob("*.txt"))
 
 
 def analysis(name: str) -> Analysis:

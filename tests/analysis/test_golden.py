@@ -27,6 +27,11 @@ HAS: dict[str, set[str]] = {
 ONLY_IN = {DECODE: {"cache write"}, PREFILL: {"cache write"}, TRAINING: {"loss"}}
 
 
+def computing(ops: dict[str, int]) -> dict[str, int]:
+    """All but copies: what a fused op returns may lie otherwise in memory than what it replaces."""
+    return {name: count for name, count in ops.items() if name not in ("aten::clone", "aten::copy_")}
+
+
 @functools.cache
 def found(name: str) -> Analysis:
     return golden.analysis(name)
@@ -64,10 +69,10 @@ def test_launches_only_go_where_an_op_is_fused(name: str) -> None:
                 if any(op.startswith("npu::") for op in chain.ops_after):
                     assert chain.after.launches < chain.before.launches, (mode.name, chain)
                 elif mode.name != TRAINING:
-                    assert chain.after == chain.before, (mode.name, chain)
+                    assert computing(chain.ops_after) == computing(chain.ops_before), (mode.name, chain)
 
 
-@pytest.mark.parametrize("name", [path.stem for path in sorted(golden.GOLDEN.glob("*.txt"))])
+@pytest.mark.parametrize("name", golden.names())
 def test_the_result_is_the_one_that_was_read(name: str) -> None:
     """Else read the difference, and `python -m tests.analysis.golden` writes it."""
     assert golden.told(found(name)) == (golden.GOLDEN / f"{name}.txt").read_text()

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
 from npu_autopatch.analysis import layers
-from npu_autopatch.verification import small
 from npu_autopatch.verification.source import architecture
+from tests.analysis import golden
 
-CONFIGS = Path(__file__).parents[1] / "data" / "configs"
 # of each model, how many layers are built, and how many each kind has
 KINDS = {
     "llama-3-8b": (2, [32]),
@@ -24,14 +20,9 @@ KINDS = {
 }
 
 
-NAMES = [
-    name for name in KINDS if json.loads((CONFIGS / f"{name}.json").read_text())["model_type"] in small.model_types()
-]
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", golden.names())
 def test_few_layers_stand_for_all_of_a_published_model(name: str) -> None:
-    found = architecture(CONFIGS / f"{name}.json")
+    found = architecture(golden.CONFIGS / f"{name}.json")
     model, alike = layers.fewer(found.config, found.cls)
     built, kinds = KINDS[name]
     paths = [path for path, _ in model.named_modules() if path and layers.layer_of(path) == path]
