@@ -1,6 +1,7 @@
 """Analyses of published models as text that can be read and compared.
 
-``python -m tests.analysis.golden [NAME ...]`` writes them. Read what has changed before it is committed: each line is a claim about a model.
+``python -m tests.analysis.golden [NAME ...]`` writes them. Read what has changed before it is committed: each line is a
+claim about a model.
 """
 
 from __future__ import annotations
