@@ -72,6 +72,5 @@ def test_experts_that_are_fused_launch_what_analyze_counts() -> None:
     after: Counter[str] = Counter()
     for chain in layer.chains:
         after.update(chain.ops_after)
-    after["aten::_to_copy"] -= 1  # the cast of the router's logits, which the softmax of a device takes along
     with npu_autopatch.patched():
         assert launched("Qwen3Moe") == _named(after)
