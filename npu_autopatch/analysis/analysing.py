@@ -6,17 +6,17 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from itertools import pairwise
 from typing import Any
 
 import torch
 
 from npu_autopatch import activation
-from npu_autopatch.analysis import chains, layers, running
-from npu_autopatch.analysis.facts import Seen, facts
+from npu_autopatch.analysis import chains, layers, naming, running
+from npu_autopatch.analysis.facts import facts
 from npu_autopatch.analysis.judgements import judged
-from npu_autopatch.analysis.recording import CORE, Op, Recording
+from npu_autopatch.analysis.recording import Op, Recording
 from npu_autopatch.analysis.result import DECODE, MODES, PREFILL, TRAINING, Analysis, Chain, Cost, Mode, Part
+from npu_autopatch.analysis.seen import Seen
 from npu_autopatch.kernels import REGISTRY
 from npu_autopatch.reporting import PATCHED, Row
 from npu_autopatch.settings import Settings, SettingsError
@@ -203,14 +203,14 @@ class _Work:
         tokens = self.batch if mode == DECODE else self.batch * self.tokens
         crossing = _crossing(before)
         parts = []
-        for layer in sorted(groups, key=lambda name: (not name, *_order(name))):
+        for layer in sorted(groups, key=lambda name: (not name, *naming.order(name))):
             found = [
                 self.chain(mode, tokens, layer, block, name, group, groups[layer], crossing)
                 for (block, name), group in groups[layer].items()
             ]
             numbers = self.alike.get(layer, ())
-            name = f"{layer.rpartition('.')[0]} {_ranges(numbers)}" if layer else OUTSIDE
-            kind = self.kinds.setdefault(layer, _kind(found)) if layer else ""
+            name = f"{layer.rpartition('.')[0]} {naming.ranges(numbers)}" if layer else OUTSIDE
+            kind = self.kinds.setdefault(layer, naming.kind(found)) if layer else ""
             parts.append(Part(name, kind, len(numbers) if layer else 1, tuple(found)))
         told = {
             PREFILL: f"{self.batch} x {self.tokens} tokens",
@@ -308,39 +308,3 @@ def _by_name(ops: list[Op]) -> dict[str, int]:
     for op in ops:
         counts[op.name] += op.launches
     return dict(counts.most_common())
-
-
-def _kind(found: list[Chain]) -> str:
-    """What a layer is made of, in a few words."""
-    names = {chain.name for chain in found}
-    core = next((chain for chain in found if chain.name == CORE), None)
-    mixers = []
-    if chains.LINEAR_ATTENTION in names:
-        mixers.append("linear attention")
-    if core is not None:
-        window = core.facts.get("window")
-        words = ["sparse"] * (chains.INDEXER in names) + ["latent"] * bool(core.facts.get("latent"))
-        words += ["compressed"] * (chains.COMPRESSOR in names) + [f"sliding {window}"] * bool(window)
-        mixers.append(" ".join([*words, "attention"]))
-    ends = ["experts"] if chains.EXPERTS in names else ["MLP"] if chains.MLP in names else []
-    return ", ".join([*mixers, *ends])
-
-
-def _ranges(numbers: Iterable[int]) -> str:
-    """Numbers as text: ``0-2, 5``; from four of equal distance ``3, 7, ... 47``."""
-    numbers = list(numbers)
-    steps = {b - a for a, b in pairwise(numbers)}
-    if len(numbers) > 3 and len(steps) == 1 and steps != {1}:
-        return f"{numbers[0]}, {numbers[1]}, ... {numbers[-1]}"
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    told = [str(a) if a == b else f"{a}-{b}" for a, b in runs]
-    return ", ".join(told if len(told) < 6 else [*told[:3], "...", told[-1]])
-
-
-def _order(layer: str) -> tuple[str, int]:
-    return (layer.rpartition(".")[0], layers.number_of(layer)) if layer else ("", 0)
