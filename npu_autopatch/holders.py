@@ -87,7 +87,7 @@ def names(functions: Iterable[tuple[FunctionType, int]]) -> dict[FunctionType, l
     for function in others:
         found[function] |= said[id(function)]
     return {
-        function: sorted(name for name in held if not name.startswith("transformers"))
+        function: sorted(name for name in held if not name.startswith(("transformers", "npu_autopatch.")))
         for function, held in found.items()
     }
 

@@ -265,7 +265,10 @@ class _Work:
 
     def refused(self, mode: str, rows: list[Row]) -> str:
         """Why sites were not fused: refused, skipped, or turned away by a condition of ours."""
-        words = [row.reason or self.reasons.get((mode, row.name), "") for row in rows]
+        told = {
+            row.name: self.reasons.get((mode, row.name), "") if row.state == PATCHED else row.reason for row in rows
+        }
+        words = told.values()
         return "; ".join(dict.fromkeys(word for word in words if word))
 
 

@@ -120,6 +120,16 @@ def test_nothing_is_wrapped_before_and_after() -> None:
     assert all(slots()[name] is originals[name] for name in originals)
 
 
+def test_a_trace_that_is_over_is_nobody_who_holds_a_function() -> None:
+    q, cos = torch.randn(2, 2, 4, 8), torch.ones(2, 4, 8)
+    for _ in range(2):
+        with npu_autopatch.patched(backend="emulate") as report, npu_autopatch.trace() as trace:
+            modeling_llama.apply_rotary_pos_emb(q, q, cos, cos)
+        assert [call.fused for call in trace.calls.values()] == [1]
+        (row,) = [row for row in report.sites if row.name == "llama.apply_rotary_pos_emb"]
+        assert "npu_autopatch." not in row.reason
+
+
 def test_what_is_patched_and_undone_within_a_trace_is_followed_and_put_back(
     tiny_model: Callable[..., Any], tokens: Any
 ) -> None:
