@@ -125,7 +125,7 @@ def test_a_trace_that_is_over_is_nobody_who_holds_a_function() -> None:
     for _ in range(2):
         with npu_autopatch.patched(backend="emulate") as report, npu_autopatch.trace() as trace:
             modeling_llama.apply_rotary_pos_emb(q, q, cos, cos)
-        assert [call.fused for call in trace.calls.values()] == [1]
+        assert sum(call.fused for call in trace.calls.values()) == 1
         (row,) = [row for row in report.sites if row.name == "llama.apply_rotary_pos_emb"]
         assert "npu_autopatch." not in row.reason
 
