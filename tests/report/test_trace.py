@@ -122,8 +122,10 @@ def test_nothing_is_wrapped_before_and_after() -> None:
 
 def test_a_trace_that_is_over_is_nobody_who_holds_a_function() -> None:
     q, cos = torch.randn(2, 2, 4, 8), torch.ones(2, 4, 8)
+    kept = []
     for _ in range(2):
         with npu_autopatch.patched(backend="emulate") as report, npu_autopatch.trace() as trace:
+            kept.append((trace, modeling_llama.apply_rotary_pos_emb))
             modeling_llama.apply_rotary_pos_emb(q, q, cos, cos)
         assert sum(call.fused for call in trace.calls.values()) == 1
         (row,) = [row for row in report.sites if row.name == "llama.apply_rotary_pos_emb"]
