@@ -10,7 +10,8 @@ from transformers import AutoConfig, LlamaConfig
 from transformers.models.llama import modeling_llama
 
 import npu_autopatch
-from npu_autopatch.analysis.analysing import OUTSIDE, analyze
+from npu_autopatch.analysis.analysing import analyze
+from npu_autopatch.analysis.modes import OUTSIDE
 from npu_autopatch.analysis.result import FUSED, PREFILL, TRAINING
 from npu_autopatch.settings import SettingsError
 from npu_autopatch.verification.source import SourceError
