@@ -126,7 +126,7 @@ def _experts(seen: Seen) -> Facts:
 
 def _streams(seen: Seen) -> Facts:
     shape = next((op.result for op in reversed(seen.ops) if len(op.result) == 4), None)
-    return seen.extra or ({"streams": shape[2], "width": shape[3]} if shape else {})
+    return {"streams": shape[2], "width": shape[3]} if shape else {}
 
 
 def _head(seen: Seen) -> Facts:

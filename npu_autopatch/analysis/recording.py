@@ -58,7 +58,6 @@ class Op:
     parameters: tuple[int, ...]
     sources: tuple[int, ...]
     forward: int | None = None
-    literals: tuple[Any, ...] = ()
 
     @property
     def fused(self) -> bool:
@@ -207,7 +206,6 @@ class Recorder(TorchDispatchMode):
                 tuple(place for place, s in enumerate(storages) if s in self._parameters),
                 tuple(sources),
                 forward,
-                tuple(v for v in args if isinstance(v, (int, float, bool, list))),
             )
         )
         for target in targets:

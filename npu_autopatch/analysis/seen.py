@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -29,7 +29,6 @@ class Seen:
     tokens: int
     across: bool = False
     norm_fused: bool = False
-    extra: Facts = field(default_factory=dict)
 
     @property
     def names(self) -> set[str]:
