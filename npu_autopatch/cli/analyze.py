@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
-from importlib.util import find_spec
 from pathlib import Path
 
 from npu_autopatch.analysis.result import Analysis
-from npu_autopatch.cli import child
-from npu_autopatch.cli.terminal import CommandError, console, progress
+from npu_autopatch.cli import model_child
+from npu_autopatch.cli.terminal import CommandError, console
 from npu_autopatch.kernels import REGISTRY
 from npu_autopatch.settings import Settings
 
@@ -50,9 +47,6 @@ def _from_arguments(arguments: argparse.Namespace) -> int:
     page = Path(arguments.html) if arguments.html is not None else None
     if page is not None and (page.is_dir() or not page.parent.is_dir()):
         raise CommandError(f"--html {arguments.html} cannot be written: give a file in a folder that exists")
-    for package in ("torch", "transformers"):
-        if find_spec(package) is None:
-            raise CommandError(f"{package} is not installed: pip install 'npu-autopatch'")
     found = _analyzed(arguments)
     if page is not None:
         _write(page, found)
@@ -83,19 +77,4 @@ def _write(path: Path, found: Analysis) -> None:
 def _analyzed(arguments: argparse.Namespace) -> Analysis:
     """What a child found, which runs the model. Raises `CommandError`."""
     order = {name: getattr(arguments, name) for name in ("tokens", "batch", "kernels", "skip", "trust_remote_code")}
-    order |= {"model_or_config": arguments.model}
-    # Without it, torch itself does not start where torch_npu has no CANN; the child imports torch_npu.
-    environment = {**os.environ, "NPU_AUTOPATCH": "0", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONWARNINGS": "ignore"}
-    command = child.module("npu_autopatch.analysis", json.dumps(order))
-    with progress() as bar:
-        task = bar.add_task("torch and transformers", total=1)
-        try:
-            for message in child.messages(command, environment):
-                if "error" in message:
-                    raise CommandError(message["error"])
-                if "found" in message:
-                    return Analysis.of(message["found"])
-                bar.update(task, completed=message["share"], description=message["words"])
-        except child.ChildError as error:
-            raise CommandError(f"{arguments.model} could not be run ({error}): see npu-autopatch doctor") from None
-    raise CommandError(f"{arguments.model} could not be run (it ended without a word): see npu-autopatch doctor")
+    return Analysis.of(model_child.found("npu_autopatch.analysis", arguments.model, order))

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
-from importlib.util import find_spec
 
-from npu_autopatch.cli import child
-from npu_autopatch.cli.terminal import CommandError, console, progress
+from npu_autopatch.cli import model_child
+from npu_autopatch.cli.terminal import console
 from npu_autopatch.kernels import REGISTRY
 from npu_autopatch.settings import BACKENDS, Settings
 from npu_autopatch.verification.result import Verification
@@ -40,9 +37,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def _from_arguments(arguments: argparse.Namespace) -> int:
     Settings.of(REGISTRY, arguments.kernels, arguments.skip)
-    for package in ("torch", "transformers"):
-        if find_spec(package) is None:
-            raise CommandError(f"{package} is not installed: pip install 'npu-autopatch'")
     found = _verified(arguments)
     if arguments.json:
         print(found.to_json())
@@ -54,19 +48,5 @@ def _from_arguments(arguments: argparse.Namespace) -> int:
 def _verified(arguments: argparse.Namespace) -> Verification:
     """What a child found, which runs the model. Raises `CommandError`."""
     order = {name: getattr(arguments, name) for name in ("full", "compile", "kernels", "skip", "trust_remote_code")}
-    order |= {"model_or_config": arguments.model, "backend": arguments.backend or ""}
-    # Without it, torch itself does not start where torch_npu has no CANN; the child imports torch_npu.
-    environment = {**os.environ, "NPU_AUTOPATCH": "0", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONWARNINGS": "ignore"}
-    command = child.module("npu_autopatch.verification", json.dumps(order))
-    with progress() as bar:
-        task = bar.add_task("torch and transformers", total=1)
-        try:
-            for message in child.messages(command, environment):
-                if "error" in message:
-                    raise CommandError(message["error"])
-                if "found" in message:
-                    return Verification.of(message["found"])
-                bar.update(task, completed=message["share"], description=message["words"])
-        except child.ChildError as error:
-            raise CommandError(f"{arguments.model} could not be run ({error}): see npu-autopatch doctor") from None
-    raise CommandError(f"{arguments.model} could not be run (it ended without a word): see npu-autopatch doctor")
+    order["backend"] = arguments.backend or ""
+    return Verification.of(model_child.found("npu_autopatch.verification", arguments.model, order))
