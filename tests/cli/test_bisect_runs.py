@@ -31,9 +31,14 @@ faults = json.loads(os.environ.get("FAULTS", "{{}}"))
 done = {{faults[name] for name, state in states.items() if on and state == "patched" and name in faults}}
 done |= {{faults["always"]}} if "always" in faults else set()
 done |= {{faults["on"]}} if on and "on" in faults else set()
+
+def hang():
+    time.sleep(60)
+    open(os.environ["TMPDIR"] + "/woke", "w").close()
+
 if os.environ.get("SLOW") and settings.skip not in ((), ("*",)):
     open(os.environ["SLOW"], "w").write(str(os.getpid()))
-    time.sleep(30)
+    hang()
 try:
     print("backend", settings.backend)
     print("loss", 2.5 if "loss" in done else 2.0, "at", time.time())
@@ -41,9 +46,9 @@ try:
         os.kill(os.getpid(), signal.SIGSEGV)
     if "nan" in done:
         print("loss nan")
-        time.sleep(30)
+        hang()
     if "hang" in done:
-        time.sleep(30)
+        hang()
     sys.exit(3 if "exit" in done else 0)
 finally:
     rows = [dict(module="transformers.models.m.modeling_m", name=name, kernel="rms_norm", variant="plain", state=state)
@@ -105,7 +110,7 @@ def test_more_sites_than_fit_into_a_variable_are_told_apart(bisect: Callable[...
         ("exit", (), "exit code 3"),
         ("crash", (), "ended by SIGSEGV"),
         ("nan", ("--until-nan",), "printed 'loss nan'"),
-        ("hang", ("--timeout", "0.5"), "ran for more than 0.5 seconds"),
+        ("hang", ("--timeout", "2.5"), "ran for more than 2.5 seconds"),
         ("loss", ("--compare",), "loss 2.5, not 2 (number 1, 2.0e-01 off)"),
         ("loss", ("--compare", "grep -q 'loss 2.0'"), "by --compare: exit code 1"),
         ("loss", ("--compare", "cut -c-9 {output} >a; cut -c-9 {reference} | cmp a -"), "by --compare: "),
@@ -113,25 +118,25 @@ def test_more_sites_than_fit_into_a_variable_are_told_apart(bisect: Callable[...
     ],
 )  # fmt: skip
 def test_each_kind_of_failure_leads_to_its_culprit(
-    bisect: Callable[..., Outcome], fault: str, options: tuple[str, ...], failure: str
+    bisect: Callable[..., Outcome], tmp_path: Path, fault: str, options: tuple[str, ...], failure: str
 ) -> None:
-    begin = time.monotonic()
     whole = found(bisect(*options, "--json", faults={"family0.Class3": fault}))
     assert names(whole) == [["family0.Class3"]]
     assert whole["culprits"][0]["failure"].startswith(failure)
-    assert time.monotonic() - begin < 25, "what hangs is stopped"
+    assert not (tmp_path / "woke").exists(), "what hangs is stopped"
 
 
-def test_in_the_background_what_hangs_is_stopped_and_writes_its_report(bisect: Callable[..., Outcome]) -> None:
+def test_in_the_background_what_hangs_is_stopped_and_writes_its_report(
+    bisect: Callable[..., Outcome], tmp_path: Path
+) -> None:
     """A shell has its jobs ignore Ctrl-C, and so would what they start."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    begin = time.monotonic()
     try:
-        whole = found(bisect("--timeout", "0.5", "--json", faults={"family0.Class3": "hang"}))
+        whole = found(bisect("--timeout", "2.5", "--json", faults={"family0.Class3": "hang"}))
     finally:
         signal.signal(signal.SIGINT, before)
     assert names(whole) == [["family0.Class3"]] and whole["culprits"][0]["sites"][0]["state"] == "patched"
-    assert time.monotonic() - begin < 25, "what hangs is stopped"
+    assert not (tmp_path / "woke").exists(), "what hangs is stopped"
 
 
 def test_what_crashes_before_its_report_is_found_among_the_sites_of_the_skipped_run(
