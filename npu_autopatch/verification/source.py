@@ -35,19 +35,15 @@ class Architecture:
 
 def architecture(model: Any, trust_remote_code: bool = False) -> Architecture:
     """The config and class that `model` stands for, but no weights. Raises `SourceError`."""
-    folder = ""
     if isinstance(model, PreTrainedModel):
         return Architecture(type(model).__name__, model.config, type(model), [])
-    if isinstance(model, PretrainedConfig):
-        name, config = model.model_type or type(model).__name__, model
-    else:
-        name, config, folder = _named(os.fspath(model), trust_remote_code)
+    name, config, folder = _meant(model, trust_remote_code)
     text, left_out = _text(config)
     if folder and _is_remote(config):
         return Architecture(name, text, _remote_class(folder, config), left_out)
     try:
         return Architecture(name, text, small.model_class(text), left_out)
-    except LookupError as error:
+    except Exception as error:
         raise SourceError(f"{name} cannot be built ({_words(error)})") from error
 
 
@@ -64,27 +60,29 @@ def source(model: Any, full: bool = False, trust_remote_code: bool = False) -> S
     """The model that `model` stands for, made small unless `full`. Raises `SourceError`."""
     if isinstance(model, PreTrainedModel):
         return Source(type(model).__name__, lambda dtype: small.as_loaded(copy.deepcopy(model), dtype))
-    folder = ""
-    if isinstance(model, PretrainedConfig):
-        name, config = model.model_type or type(model).__name__, model
-    else:
-        name, config, folder = _named(os.fspath(model), trust_remote_code)
-    if folder and full and any(Path(folder).glob("*.safetensors")):
-        return Source(name, _with_weights(folder, config, trust_remote_code))
-    text, not_verified = _text(config)
-    cls = _remote_class(folder, config) if folder and _is_remote(config) else None
+    if full:
+        name, config, folder = _meant(model, trust_remote_code)
+        if folder and any(Path(folder).glob("*.safetensors")):
+            return Source(name, _with_weights(folder, config, trust_remote_code))
+    found = architecture(model, trust_remote_code)
     try:
-        sized = text if full else small.smaller(text)
-        cls = cls or small.model_class(sized)
+        config = found.config if full else small.smaller(found.config)
     except Exception as error:
-        raise SourceError(f"{name} cannot be built {'' if full else 'small '}({_words(error)})") from error
+        raise SourceError(f"{found.name} cannot be built small ({_words(error)})") from error
 
     def build(dtype: torch.dtype) -> Any:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            return small.as_loaded(small.randomise(cls(copy.deepcopy(sized))), dtype)
+            return small.as_loaded(small.randomise(found.cls(copy.deepcopy(config))), dtype)
 
-    return Source(name, build, not_verified)
+    return Source(found.name, build, found.left_out)
+
+
+def _meant(model: Any, trust_remote_code: bool) -> tuple[str, PretrainedConfig, str]:
+    """The name, config and folder of what was given as a config, a word or a path."""
+    if isinstance(model, PretrainedConfig):
+        return model.model_type or type(model).__name__, model, ""
+    return _named(os.fspath(model), trust_remote_code)
 
 
 def _named(model: str, trust_remote_code: bool) -> tuple[str, PretrainedConfig, str]:

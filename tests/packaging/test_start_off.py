@@ -62,7 +62,7 @@ def test_off_does_no_more_than_look_at_the_environment_once(installed: VirtualEn
 
 
 def test_the_cost_of_a_start_is_the_one_pth_file(installed: VirtualEnvironment) -> None:
-    files = [path.name for path in installed.site_packages.iterdir() if path.suffix == ".pth" and "npu" in path.read_text()]
-    assert files == ["npu_autopatch-init.pth"]
-    (line,) = (installed.site_packages / files[0]).read_text().splitlines()
+    (file,) = (path for path in installed.site_packages.glob("*.pth") if "npu" in path.read_text())
+    assert file.name == "npu_autopatch-init.pth"
+    (line,) = file.read_text().splitlines()
     assert len(line) < 1024
