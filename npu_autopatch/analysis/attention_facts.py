@@ -51,6 +51,7 @@ def rope(seen: Seen) -> Facts:
         "rotated": rotated,
         "interleaved": "interleave" in words,
         "partial": "partial" in words,
+        "normed": any(chains.norms(op) and op.result[-1] == head for op in seen.beside.get(chains.NORM, ())),
     }
 
 

@@ -64,15 +64,24 @@ def _output(seen: Seen) -> Facts:
 def _mlp(seen: Seen) -> Facts:
     products = [op for op in seen.ops if projects(op)]
     limit = seen.setting("limit")
+    intermediate = projected(products[-1])[-1] if products else None
+    plain = len(products) == 2 and products[0].result[-1] == intermediate
+    activation = _activation(seen.ops)
     return {
-        "intermediate": projected(products[-1])[-1] if products else None,
-        "activation": _activation(seen.names),
+        "width": projected(products[0])[-1] if products else None,
+        "intermediate": intermediate,
+        # x * sigmoid(1.702 * x)
+        "activation": "quick_gelu" if plain and activation == "sigmoid" else activation,
+        "gated": not plain if products else None,
         "merged": len(products) < 3 or None,
         "limit": limit if isinstance(limit, (int, float)) and "aten::clamp" in seen.names else None,
     }
 
 
-def _activation(names: Iterable[str]) -> str | None:
+def _activation(ops: Iterable[Op]) -> str | None:
+    names = [op.name for op in ops]
+    if "aten::tanh" in names and names.count("aten::mul") > 2:
+        return "gelu_tanh"  # written out
     return next((name for name in _ACTIVATIONS if f"aten::{name}" in names), None)
 
 
@@ -118,7 +127,7 @@ def _experts(seen: Seen) -> Facts:
     limit = getattr(seen.module, "limit", None) or getattr(getattr(seen.module, "experts", None), "limit", None)
     return {
         **_routed(seen),
-        "activation": _activation(op.name for op in seen.beside.get(chains.EXPERTS, ())),
+        "activation": _activation(seen.beside.get(chains.EXPERTS, ())),
         "interleaved": "interleaved" in words,
         "limit": limit if isinstance(limit, (int, float)) else None,
     }

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from npu_autopatch.analysis import chains, layers, naming
+from npu_autopatch.analysis import chains, layers, naming, placing
 from npu_autopatch.analysis.facts import facts
 from npu_autopatch.analysis.judgements import judged
 from npu_autopatch.analysis.recording import Op, Recording
@@ -47,7 +47,7 @@ class Modes:
         """One mode: its layers, each for its kind, and what is outside of them."""
         groups: dict[str, dict[tuple[str, str], _Group]] = defaultdict(lambda: defaultdict(_Group))
         for recording, side in ((before, "before"), (after, "after")):
-            for op, place in zip(recording.ops, chains.placed(recording), strict=True):
+            for op, place in zip(recording.ops, placing.placed(recording), strict=True):
                 if not place.layer or place.layer in self.alike:
                     getattr(groups[place.layer][place.block, place.chain], side).append(op)
         tokens = self.batch if mode == DECODE else self.batch * self.tokens
@@ -125,7 +125,7 @@ def _crossing(recording: Recording) -> set[int]:
     return {
         op.index
         for op in recording.ops
-        if op.within("rms_norm")
+        if chains.norms(op)
         and any(
             layers.layer_of(recording.ops[source].module) != layers.layer_of(op.module)
             and recording.ops[source].name == "aten::add"
@@ -141,9 +141,12 @@ def _module(model: Any, layer: str, block: str) -> Any:
 
 def _within(block: str, groups: dict[tuple[str, str], _Group]) -> dict[str, list[Op]]:
     """The ops of each chain of a block, those of the blocks within it where it has none of its own."""
-    inner = {name: group for (home, name), group in groups.items() if home.startswith(f"{block}.")}
-    own = {name: group for (home, name), group in groups.items() if home == block}
-    return {name: _forward(group.before) for name, group in {**inner, **own}.items()}
+    own = {name: _forward(group.before) for (home, name), group in groups.items() if home == block}
+    inner: dict[str, list[Op]] = {}
+    for (home, name), group in groups.items():
+        if home.startswith(f"{block}."):
+            inner.setdefault(name, []).extend(_forward(group.before))
+    return {**inner, **own}
 
 
 def _forward(ops: list[Op]) -> list[Op]:

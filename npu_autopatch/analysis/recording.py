@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import cache_utils
+
+from npu_autopatch.analysis.as_on_device import AsOnDevice, anywhere
 
 _ALLOCATES = {"aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided", "aten::new_empty_strided"}
 _ALLOCATES |= {"aten::detach", "aten::_local_scalar_dense", "aten::lift_fresh", "aten::_unsafe_view", "aten::alias"}
@@ -110,8 +111,8 @@ class Recorder(TorchDispatchMode):
         for owner, attribute, kernel, site in self._sites:
             if attribute in vars(owner):
                 self._replace(owner, attribute, self._marked(kernel, site, vars(owner)[attribute]))
-        self._replace(torch.autocast, "__init__", _anywhere(torch.autocast.__init__))
-        self._stack.enter_context(_OneAttention(self))
+        self._replace(torch.autocast, "__init__", anywhere(torch.autocast.__init__))
+        self._stack.enter_context(AsOnDevice(lambda: self.scope(CORE, "sdpa")))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -210,48 +211,6 @@ class Recorder(TorchDispatchMode):
         )
         for target in targets:
             self._writers[target] = index
-
-
-class _OneAttention(TorchFunctionMode):
-    """Attention without values as the one op a device has for it; torch itself would take it apart there."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if function is not torch.nn.functional.scaled_dot_product_attention:
-            return function(*args, **kwargs)
-        with self._recorder.scope(CORE, "sdpa"):
-            if args[0].device.type == "meta" if args else kwargs["query"].device.type == "meta":
-                return _attention(*args, **kwargs)
-            return function(*args, **kwargs)
-
-
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    op = torch.ops.aten._scaled_dot_product_fused_attention_overrideable
-    result: Tensor = op(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
-    return result
-
-
-def _anywhere(begin: Callable[..., None]) -> Callable[..., None]:
-    """autocast that may be named the device without values, too: models switch it off on that of their input."""
-
-    @functools.wraps(begin)
-    def within(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-        begin(self, "cpu" if device_type == "meta" else device_type, *args, **kwargs)
-
-    return within
 
 
 def _made_last() -> int:

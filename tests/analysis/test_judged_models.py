@@ -32,7 +32,9 @@ GLM = sdpa(128, heads=96)
 OSS = sdpa(64, implementation="eager", heads=64, mask="float", sinks=True, window=128)
 STEP = {**ONE, "queries": 1, "keys": 257}
 ADDED = ["add_rms_norm", "add_rms_norm_v2"]
+WRITTEN = ["fused_infer_attention_score_v2", "scatter_pa_kv_cache"]
 FURTHER_ROPE = ["apply_rotary_pos_emb", "mrope"]
+NORMED = {"head_dim": 128, "rotated": 128, "normed": True}
 
 # What a careful reader of the contracts says of each model: its chain, mode and facts, how many calls ran fused, the
 # state, and the ops to try.
@@ -45,7 +47,7 @@ READ: dict[str, list[tuple[str, str, dict[str, Any], int, str, list[str]]]] = {
         ("residual add and norm", TRAINING, {"width": 4096, "norm_fused": True}, 1, FUSED, ADDED[:1]),
         ("QKV", PREFILL, {"projections": 3, "widths": [4096, 1024, 1024]}, 0, CANDIDATE, ["grouped_matmul"]),
         ("rope", PREFILL, {"head_dim": 128, "rotated": 128}, 2, FUSED, FURTHER_ROPE),
-        ("cache write", DECODE, {"layout": "BNSD"}, 0, CANDIDATE, ["fused_infer_attention_score_v2"]),
+        ("cache write", DECODE, {"layout": "BNSD"}, 0, CANDIDATE, WRITTEN),
         ("attention core", PREFILL, LLAMA, 0, BY_TORCH_NPU, []),
         ("attention core", TRAINING, LLAMA, 0, BY_TORCH_NPU, []),
         ("attention core", DECODE, {**LLAMA, **STEP}, 0, BY_TORCH_NPU, ["fused_infer_attention_score_v2"]),
@@ -62,6 +64,8 @@ READ: dict[str, list[tuple[str, str, dict[str, Any], int, str, list[str]]]] = {
         ),
     ],
     "Qwen3-30B-A3B": [
+        ("rope", DECODE, NORMED, 2, FUSED, [*FURTHER_ROPE, "qkv_rms_norm_rope_cache"]),
+        ("rope", TRAINING, NORMED, 2, FUSED, FURTHER_ROPE),
         (
             "router",
             PREFILL,

@@ -111,6 +111,7 @@ def test_an_unknown_chain_has_no_op() -> None:
     assert judged("no such chain", PREFILL, {}, 0, 0, "").state == NO_OP
 
 
+PLAIN = {"gated": False, "activation": "gelu"}
 EDGES: list[tuple[str, str, dict[str, Any], str, dict[str, Any], str, list[str]]] = [
     # chain, mode, the last facts that pass, the state there, the first that do not, the state there, what is quoted
     ("attention core", PREFILL, sdpa(512), BY_TORCH_NPU, sdpa(513), CANDIDATE, ["512", "513"]),
@@ -169,6 +170,10 @@ EDGES: list[tuple[str, str, dict[str, Any], str, dict[str, Any], str, list[str]]
         {"latent": True, "kv_rank": 256},
         NOT_POSSIBLE,
         ["512", "256"],
+    ),
+    *(
+        ("MLP", DECODE, {**PLAIN, wide: 65535}, CANDIDATE, {**PLAIN, wide: 65536}, NOT_POSSIBLE, ["65536", "npu_ffn"])
+        for wide in ("width", "intermediate")
     ),
     ("experts", PREFILL, {"width": 65535}, CANDIDATE, {"width": 65536}, NOT_POSSIBLE, ["65536"]),
     ("combine", PREFILL, {"top_k": 512}, CANDIDATE, {"top_k": 513}, CANDIDATE, ["launch"]),

@@ -47,6 +47,7 @@ JUDGES: dict[str, Callable[[Case], Judgement]] = {
     "combine": experts.combine,
     "shared expert gate": experts.shared_gate,
     "hyper-connections": hyper_connections.hyper_connections,
+    "dropout": norms.dropout,
     "output head": loss.output_head,
     "loss": loss.loss,
 }

@@ -27,10 +27,9 @@ def cache_write(case: Case) -> Judgement:
         )
     why = (
         "A cache that grows is concatenated, which copies all of it at every token. An attention that reads a cache of "
-        "fixed size up to the current length needs no copy. For the writing itself the wheel has "
-        "npu_scatter_nd_update_ and npu_scatter_pa_kv_cache."
+        "fixed size, or its pages, up to the current length needs no copy."
     )
-    return tried(case, why, _read_in_place(case))
+    return tried(case, why, _read_in_place(case), _paged(case))
 
 
 def _latent(case: Case) -> Attempt:
@@ -59,4 +58,15 @@ def _read_in_place(case: Case) -> Attempt:
         f"both caches. {TIMED}",
         "A head width of at most 512, a multiple of 16. Lengths are a list on the host. Leave the mask out for one "
         "query: a bool mask [1, 1, 1, S] has been seen to be ignored past 512 keys.",
+    )
+
+
+def _paged(case: Case) -> Attempt:
+    return Attempt(
+        "npu_scatter_pa_kv_cache",
+        "Two caches of pages, [blocks, block size, heads, width], allocated once, with the pages of each sequence "
+        "(block_table) and the slot of each new token; new keys and values as [tokens, heads, width], contiguous.",
+        f"Batch {case.told('batch')}, caches of 16 blocks of 128, cache_mode='Norm': both caches against index_copy_ "
+        f"at the same slots. {TIMED} Keys and values go into one launch; then attention reads the pages.",
+        "No slot twice. Without cache_mode the caches must lie in the layout PA_NZ.",
     )

@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from npu_autopatch.analysis.judgements.case import Case
-from npu_autopatch.analysis.judgements.contract import TIMED, Attempt, fused, no_op, tried
+from npu_autopatch.analysis.judgements.contract import (
+    HALVES,
+    TIMED,
+    Attempt,
+    below,
+    by_torch_npu,
+    documentation,
+    fused,
+    no_op,
+    tried,
+)
 from npu_autopatch.analysis.result import Judgement
 
+# between the products of npu_ffn in every dtype it takes
+_BETWEEN = ("gelu", "fastgelu", "relu", "silu")
 _CLIPPED = ("clip", "clamp", "limit", "swiglu_oai", "swigluoai")
 
 
@@ -15,6 +27,8 @@ def mlp(case: Case) -> Judgement:
     if case.fused:
         merged = (_merged(case),) if case.facts.get("merged") is not True else ()
         return fused(case, "the kernel swiglu", *merged)
+    if case.flag("gated") is False:
+        return _plain(case, activation)
     if clipped(case):
         return tried(
             case, "A gated activation with both sides clipped is one launch of npu_clipped_swiglu.", clip(case)
@@ -23,11 +37,29 @@ def mlp(case: Case) -> Judgement:
         return tried(case, "A GELU gate is one launch of npu_geglu.", *_gelu(case))
     if not activation or activation in ("silu", "swish", "swiglu"):
         return tried(case, "A SiLU gate is one launch of npu_swiglu.", _swiglu(case))
-    if "quick" in activation:
-        return tried(case, "QuickGELU is one launch of npu_fast_gelu.", _quick(case))
     return no_op(
-        f"No op fuses {activation} with a gate or a product. npu_swiglu and npu_geglu come nearest, for gates of SiLU "
-        "and GELU; npu_ffn takes plain relu between two products, in inference."
+        f"No op fuses {activation} with a gate. npu_swiglu and npu_geglu come nearest, for gates of SiLU and GELU."
+    )
+
+
+def _plain(case: Case, activation: str) -> Judgement:
+    """Two products and an activation between them."""
+    quick = "quick" in activation
+    named = "fastgelu" if quick else "gelu" if "gelu" in activation else activation
+    ffn = () if case.training or named not in _BETWEEN else (_ffn(case, named),)
+    if quick:
+        return tried(case, "QuickGELU is one launch of npu_fast_gelu.", _quick(case), *ffn)
+    if activation == "gelu_tanh":
+        why = "GELU written out takes a launch for each of its steps; npu_gelu is one."
+        return tried(case, why, _tanh(case), *ffn)
+    if ffn:
+        return tried(case, "Two products and an activation are a launch each; npu_ffn runs all three in one.", *ffn)
+    if named in _BETWEEN:
+        why = "Two products and an activation are a kernel each already, and there is no gate to fuse with one."
+        return by_torch_npu(case, why, f"aten::linear and aten::{named} of torch_npu")
+    return no_op(
+        f"No op runs {activation or 'its activation'} between two products. npu_ffn comes nearest, in inference: it "
+        f"takes {', '.join(_BETWEEN)}."
     )
 
 
@@ -87,7 +119,7 @@ def _gelu(case: Case) -> tuple[Attempt, ...]:
     fused_gate = Attempt(
         "npu_geglu",
         f"gate and up side by side, gate first: activate_left=True, approximate={int(tanh)} "
-        f"({'tanh' if tanh else 'exact'}). A plain MLP without a gate has nothing to fuse.",
+        f"({'tanh' if tanh else 'exact'}).",
         f"On {case.counted('tokens', 'rows')}, intermediate {case.told('intermediate')} {case.dtype}: "
         f"npu_geglu(cat([gate, up], -1), approximate={int(tanh)}, activate_left=True)[0] against the model's own and "
         f"fp64. {TIMED}",
@@ -99,6 +131,35 @@ def _gelu(case: Case) -> tuple[Attempt, ...]:
         f"The same shapes, against npu_geglu. {TIMED}",
     )
     return (fused_gate,) if case.training else (fused_gate, gate)
+
+
+def _ffn(case: Case, activation: str) -> Attempt:
+    return Attempt(
+        "npu_ffn",
+        "Both weights as [in, out]; biases as fp32 where the rows are bf16. The weights are read, not the modules "
+        "called: adapters and quantised layers need the original.",
+        f"On {case.shape('tokens', 'width')} {case.dtype}, intermediate {case.told('intermediate')}: npu_ffn(x, "
+        f"w1.t(), w2.t(), '{activation}', bias1=b1, bias2=b2, inner_precise=0) against the two linears and fp64. "
+        f"{TIMED} It can win where the products are small, as in decoding.",
+        "Inference only. That the weights are read transposed without a copy is to be seen; gelu on A2 and A3 is the "
+        "tanh form: compare with fp64.",
+        limits=(
+            below(case.number("width"), 65536, "a width"),
+            below(case.number("intermediate"), 65536, "an intermediate width"),
+        ),
+        dtypes=HALVES,
+        source=documentation("npu_ffn"),
+    )
+
+
+def _tanh(case: Case) -> Attempt:
+    return Attempt(
+        "npu_gelu",
+        "Nothing; approximate='tanh'.",
+        f"On {case.shape('tokens', 'intermediate')} {case.dtype}: npu_gelu(x, approximate='tanh') against the model's "
+        f"own and fp64. {TIMED}",
+        "The model's own rounds after each step: it is further from fp64, and not equal.",
+    )
 
 
 def _quick(case: Case) -> Attempt:

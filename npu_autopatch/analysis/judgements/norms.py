@@ -22,17 +22,8 @@ def norm(case: Case) -> Judgement:
 def add_and_norm(case: Case) -> Judgement:
     """The residual addition and the norm that reads the sum."""
     if case.word("kind").startswith("layer"):
-        return by_torch_npu(
-            case,
-            "An addition and a layer norm are a kernel of torch's own each. The wheel registers npu_add_layer_norm, "
-            "and documents nothing of it.",
-            "aten::native_layer_norm of torch_npu",
-        )
-    moved = (
-        " The norm is the next layer's: the decoder layer has to hand on the sum and the normed rows together."
-        if case.flag("across")
-        else ""
-    )
+        why = "The addition and the layer norm are launches apart; npu_add_layer_norm does both in one."
+        return tried(case, why, _with_layer_norm(case))
     rounded = (
         f" gamma is 1 + weight, which must have the dtype of x: rounded to {case.dtype} it changes about a quarter of "
         "the results by an ulp; compare with fp64 before anything else."
@@ -42,7 +33,7 @@ def add_and_norm(case: Case) -> Judgement:
     shape = case.shape("tokens", "width")
     both = Attempt(
         "npu_add_rms_norm",
-        f"x1, x2 and the weight in one dtype, the rows as {shape}; the sum taken from its third result.{moved}",
+        f"x1, x2 and the weight in one dtype, the rows as {shape}; the sum taken from its third result.{_moved(case)}",
         f"On {shape} {case.dtype}: y, _, s = npu_add_rms_norm(x, residual, weight, eps), compared with s = x + "
         f"residual and npu_rms_norm(s, weight, eps): s equal in every bit, y within an ulp. {TIMED} One launch of two "
         f"goes, and {_saved(case)} read and written less.",
@@ -71,6 +62,31 @@ def add(case: Case) -> Judgement:
         case,
         "One addition is one kernel, and no norm reads its result, so there is nothing to fuse it with.",
         "aten::add of torch_npu",
+    )
+
+
+def dropout(case: Case) -> Judgement:
+    """Values set to zero at random, with no product before them to belong to."""
+    return by_torch_npu(case, "A dropout is one kernel of torch_npu's own.", "aten::native_dropout of torch_npu")
+
+
+def _moved(case: Case) -> str:
+    if not case.flag("across"):
+        return ""
+    return " The norm is the next layer's: the decoder layer has to hand on the sum and the normed rows together."
+
+
+def _with_layer_norm(case: Case) -> Attempt:
+    shape = case.shape("tokens", "width")
+    return Attempt(
+        "npu_add_layer_norm",
+        f"additional_output=True and the sum from the fourth result; ones and zeros where the norm has no weight or "
+        f"bias.{_moved(case)}",
+        f"On {shape} {case.dtype}: y, _, _, s = npu_add_layer_norm(x, residual, weight, bias, eps, True) against "
+        f"s = x + residual and layer_norm of it, each against fp64: s equal in every bit, y within an ulp; in training "
+        f"also the gradients of all four. {TIMED} One launch of two goes, and {_saved(case)} read and written less.",
+        "x1, x2, gamma and beta have one dtype, or gamma and beta are fp32; for the backward one dtype is documented. "
+        "It gives the gradients of gamma and beta in fp32: in which dtype they arrive is to be seen.",
     )
 
 

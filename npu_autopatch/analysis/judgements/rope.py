@@ -10,6 +10,7 @@ from npu_autopatch.analysis.judgements.contract import (
     Limit,
     at_most,
     documentation,
+    exactly,
     filled,
     fused,
     multiple,
@@ -38,6 +39,8 @@ def rope(case: Case) -> Judgement:
         further.insert(0, _deepseek(case))
     else:
         further.insert(0, _in_place(case))
+    if case.flag("normed") and not case.flag("interleaved") and not case.training:
+        further.append(_into_cache(case))
     if case.fused:
         return fused(case, "the kernel rope, q and k in a launch each", *further)
     return tried(case, "npu_rotary_mul rotates q and k, each in one launch.", _each(case), *further)
@@ -109,6 +112,23 @@ def _lookup(case: Case) -> Attempt:
         limits=(multiple(rotated, 16 if case.dtype == "float32" else 32, "a rotated width"),),
         gradient=_REVERSED,
         source=documentation("npu_mrope"),
+    )
+
+
+def _into_cache(case: Case) -> Attempt:
+    return Attempt(
+        "npu_qkv_rms_norm_rope_cache",
+        "One product of all three projections, its rows as [tokens, heads * 128]; paged caches in the layout PA_NZ, "
+        "[blocks, heads * 8, block size, 16], and the slot of each token; q_out allocated. Attention then reads pages.",
+        f"On {case.counted('tokens')} {case.dtype} and caches of 16 blocks of 128: q_out and both caches against the "
+        f"model's own norms, rotation and index_copy_. {TIMED} It takes the place of the norms of q and k, of both "
+        "rotations and of the writing.",
+        "It is in no documentation of the wheel. Whether its norm rounds before the product with gamma is to be seen.",
+        limits=(
+            exactly(case.number("head_dim"), 128, "a head width of"),
+            exactly(case.number("rotated"), 128, "a rotated width of"),
+        ),
+        dtypes=HALVES,
     )
 
 
