@@ -85,21 +85,22 @@ def behind(parts: Iterable[Errors]) -> list[str]:
     ]
 
 
-def typically_behind(draws: list[Errors]) -> list[str]:
-    """As `behind`, by the geometric mean of how far over the original's error and a unit ours is in each draw.
+def typically_behind(draws: list[Errors]) -> dict[str, str]:
+    """The parts whose error is typically above one and a half times the original's and a unit, and by how much.
 
-    Where a model itself amplifies rounding, an attention that is not scaled, the error of one draw outweighs the sum of
-    all others, ours and the original's alike: a sum over draws would compare two such accidents.
+    As `behind`, by the geometric mean of how far over that ours is in each draw. Where a model itself amplifies
+    rounding, an attention that is not scaled, the error of one draw outweighs the sum of all others, ours and the
+    original's alike: a sum over draws would compare two such accidents.
     """
-    found = []
-    for name in draws[0]:
+    found = {}
+    for name in dict.fromkeys(name for draw in draws for name in draw):
         there = [draw[name] for draw in draws if name in draw]
         limits = [(mine, 1.5 * theirs + unit) for mine, theirs, unit in there]
         over = [mine / limit if limit else math.inf if mine else 0.0 for mine, limit in limits]
         typical = math.exp(sum(math.log(max(each, 1e-3)) if each == each else math.inf for each in over) / len(over))
         if not typical <= 1:
-            words = ", ".join(f"{error:.2e}" for error in draws[0][name][:2])
-            found.append(f"{name}: {1.5 * typical:.3g} times the original's error (ours and its: {words})")
+            words = ", ".join(f"{error:.2e}" for error in there[0][:2])
+            found[name] = f"{name}: {1.5 * typical:.3g} times the original's error (ours and its: {words})"
     return found
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,16 +12,15 @@ from npu_autopatch import activation
 from npu_autopatch.reporting import FAILED, PATCHED, Report, Row
 from npu_autopatch.settings import SettingsError
 from npu_autopatch.verification import compiled, passes, sites
-from npu_autopatch.verification.comparison import Errors, Pass, errors, furthest, largest, typically_behind, unlike
+from npu_autopatch.verification.comparison import Pass, errors, furthest, largest, unlike
 from npu_autopatch.verification.compiled import COMPILED
+from npu_autopatch.verification.draws import MORE_SEEDS, SEED, Case, Draw, behind
 from npu_autopatch.verification.passes import CHECKPOINTS, MODES, TRAINING, NotPossible
 from npu_autopatch.verification.result import Part, SiteResult, Verification
 from npu_autopatch.verification.sites import Call, Watch, alone
 from npu_autopatch.verification.source import Source, source
 
 DTYPES = (torch.float32, torch.bfloat16)
-SEED, MORE_SEEDS = 3, range(100, 108)
-_HOPELESS = 10.0  # times the limit: no more draws
 _WORDS = 160
 # what a mode is compared with, where it does not differ in what it computes: no mode of torch is active within the
 # second forward of a checkpoint, so that choices could not be repeated there, nor anything be computed in fp64
@@ -57,13 +54,16 @@ def verify(
     work = _Work(given, {"kernels": kernels, "skip": skip, "backend": backend}, compile, found)
     progress("building", 0.0)
     first = work.draw(SEED, tuple(itertools.product(DTYPES, MODES)), progress)
-    draws = [first]
-    for seed in MORE_SEEDS if first.behind() and not first.hopeless() else ():
-        progress("other inputs", (seed - MORE_SEEDS[0]) / len(MORE_SEEDS))
-        draws.append(work.draw(seed, first.behind(), lambda words, share: None))
+    others: list[Draw] = []
+    for seeds in MORE_SEEDS:
+        if first.hopeless() or not (cases := first.behind(others)):
+            break
+        for place, seed in enumerate(seeds):
+            progress("other inputs", place / len(seeds))
+            others.append(work.draw(seed, cases, lambda words, share: None))
     for where, words in first.problems:
         work.part(where).problems.append(words)
-    for (where, case), far in _behind(draws).items():
+    for (where, case), far in behind(first, others).items():
         work.part(where).problems += [each if where == case else f"{case}, {each}" for each in far]
     return found
 
@@ -77,38 +77,6 @@ def _backend() -> tuple[str, str]:
     return ("npu", ", ".join(names)) if names else ("emulate", "torch.npu sees no device")
 
 
-Where = tuple[str, str]  # a site or mode, and the dtype and mode of it
-Case = tuple[torch.dtype, str]
-
-
-@dataclass
-class _Draw:
-    """One draw of inputs: what is wrong whatever the inputs, and the errors of all parts."""
-
-    problems: list[tuple[str, str]] = field(default_factory=list)
-    errors: dict[Where, Errors] = field(default_factory=lambda: defaultdict(dict))
-    cases: dict[str, Case] = field(default_factory=dict)
-
-    def behind(self) -> tuple[Case, ...]:
-        """The dtypes and modes in which something is further from fp64 than rounding explains."""
-        names = {case for (_, case) in _behind([self])}
-        return tuple(case for name, case in self.cases.items() if name in names)
-
-    def hopeless(self) -> bool:
-        """Whether it is so far off that other inputs cannot help, or wrong in another way."""
-        values = [values for part in self.errors.values() for values in part.values()]
-        far = any(not mine <= _HOPELESS * (1.5 * theirs + unit) for mine, theirs, unit in values)
-        return far or bool(self.problems)
-
-
-def _behind(draws: list[_Draw]) -> dict[Where, list[str]]:
-    found = {}
-    for where in draws[0].errors:
-        if words := typically_behind([draw.errors[where] for draw in draws if where in draw.errors]):
-            found[where] = words
-    return found
-
-
 class _Work:
     """The runs of one model, and where what they show is noted."""
 
@@ -120,11 +88,11 @@ class _Work:
         """The site or mode of that name."""
         return self.parts[name]
 
-    def draw(self, seed: int, wanted: tuple[Case, ...], progress: Progress) -> _Draw:
+    def draw(self, seed: int, wanted: tuple[Case, ...], progress: Progress) -> Draw:
         """The `wanted` dtypes and modes on one draw of inputs, and the calls of sites alone; the compiled step, too."""
         cases = [case for case in wanted if case[1] in MODES]
         compiling = self.compile and (seed == SEED or (torch.float32, COMPILED) in wanted)
-        drawn = _Draw(cases={_named(case): case for case in [*cases, (torch.float32, COMPILED)]})
+        drawn = Draw(cases={_named(case): case for case in [*cases, (torch.float32, COMPILED)]})
         dtypes = dict.fromkeys([dtype for dtype, _ in wanted])
         models = {dtype: self.given.build(dtype) for dtype in dtypes}
         batches = {dtype: passes.inputs(model, seed) for dtype, model in models.items()}
@@ -189,7 +157,7 @@ class _Work:
         )
 
     def _compare_mode(
-        self, drawn: _Draw, model: Any, dtype: torch.dtype, mode: str, batch: Any, got: Pass | Exception
+        self, drawn: Draw, model: Any, dtype: torch.dtype, mode: str, batch: Any, got: Pass | Exception
     ) -> None:
         name = _named((dtype, mode))
         if isinstance(got, NotPossible):
@@ -226,7 +194,7 @@ class _Work:
             return _tried(passes.run, model, mode, batch)
         return _tried(passes.run, model, _PLAIN.get(mode, mode), batch, got.choices)
 
-    def _compare_site(self, drawn: _Draw, call: Call, mine: Pass | Exception, times: dict[int, float]) -> None:
+    def _compare_site(self, drawn: Draw, call: Call, mine: Pass | Exception, times: dict[int, float]) -> None:
         part = self.parts.get(call.site)
         if not isinstance(part, SiteResult):
             return  # of a module beside the model's own
@@ -246,7 +214,7 @@ class _Work:
         self._compare(drawn, call.site, case, mine, theirs, exact, dtype)
 
     def _compare(
-        self, drawn: _Draw, where: str, case: str, got: Pass, original: Pass, exact: Pass, dtype: torch.dtype
+        self, drawn: Draw, where: str, case: str, got: Pass, original: Pass, exact: Pass, dtype: torch.dtype
     ) -> None:
         for words in unlike(got, original):
             drawn.problems.append((where, words if where == case else f"{case}, {words}"))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 
+import torch
+
 from npu_autopatch.verification.comparison import typically_behind
+from npu_autopatch.verification.draws import Draw, behind
 
 
 def draws(*ours: float) -> list[dict[str, tuple[float, float, float]]]:
@@ -30,3 +33,32 @@ def test_a_nan_or_an_error_where_none_is_allowed_decides_alone() -> None:
 
 def test_a_gradient_that_only_some_draws_have_is_compared_in_these() -> None:
     assert typically_behind([{"expert": (9.0, 1.0, 0.0)}, {}])
+
+
+def drawn(**errors: float) -> Draw:
+    values = {name: (mine, 1.0, 0.0) for name, mine in errors.items()}
+    return Draw(errors={("site", "fp32 prefill"): values}, cases={"fp32 prefill": (torch.float32, "prefill")})
+
+
+def test_a_draw_that_is_behind_is_judged_by_the_others() -> None:
+    first = drawn(answer=9.0, state=1.0)
+    assert list(behind(first, [])) == [("site", "fp32 prefill")] and first.behind([]) == ((torch.float32, "prefill"),)
+    assert not behind(first, [drawn(answer=1.4, state=1.4)] * 2) and not first.behind([drawn(answer=1.4)])
+    ((words,),) = behind(first, [drawn(answer=1.6, state=1.0), drawn(answer=1.6, state=9.0)]).values()
+    assert words.startswith("answer: 1.6 times")
+
+
+def test_what_was_not_behind_at_first_is_not_looked_for_in_the_others() -> None:
+    ((words,),) = behind(drawn(answer=1.6, state=1.0), [drawn(answer=1.6, state=9.0)]).values()
+    assert words.startswith("answer: ")
+    assert not behind(drawn(answer=1.0), [drawn(answer=9.0)])
+
+
+def test_what_only_the_first_draw_has_is_judged_by_it() -> None:
+    """An expert that the others do not choose."""
+    ((words,),) = behind(drawn(expert=1.6), [drawn(answer=1.0)]).values()
+    assert words.startswith("expert: 1.6 times")
+
+
+def test_what_is_far_off_or_not_a_number_needs_no_other_draw() -> None:
+    assert drawn(answer=15.1).hopeless() and drawn(answer=math.nan).hopeless() and not drawn(answer=14.9).hopeless()
