@@ -46,6 +46,10 @@ def _norm(seen: Seen) -> Facts:
     }
 
 
+def _embedding(seen: Seen) -> Facts:
+    return {"projected": True} if any(map(projects, seen.ops)) else {}
+
+
 def _add_norm(seen: Seen) -> Facts:
     return {
         **_norm(seen),
@@ -151,6 +155,7 @@ def _loss(seen: Seen) -> Facts:
 
 
 _OF: dict[str, Callable[[Seen], Facts]] = {
+    chains.EMBEDDING: _embedding,
     chains.NORM: _norm,
     chains.ADD_NORM: _add_norm,
     chains.QKV: attention.before_attention,

@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from npu_autopatch.analysis.chains import norms
+from npu_autopatch.analysis.chains import norms, projects
 from npu_autopatch.analysis.recording import Op
 
 
 def each_norm(ops: Iterable[Op]) -> list[list[Op]]:
-    """The ops of each norm over the rows."""
+    """The ops of each norm over the rows. One that multiplies by weights is no norm, but a gate with a norm in it."""
     found = list(ops)
-    return calls(found, "rms_norm") + [[op] for op in found if norms(op) and not op.within("rms_norm")]
+    sites = [call for call in calls(found, "rms_norm") if not any(map(projects, call))]
+    return sites + [[op] for op in found if norms(op) and not op.within("rms_norm")]
 
 
 def calls(ops: Iterable[Op], kind: str) -> list[list[Op]]:

@@ -11,13 +11,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from npu_autopatch.analysis import chains
-from npu_autopatch.analysis.chains import DROPOUT, adds, norms, product, projects
+from npu_autopatch.analysis.chains import DROPOUT, adds, product, projects
 from npu_autopatch.analysis.flow import Flow
 from npu_autopatch.analysis.grouping import calls, children, each_norm, inside, one_expert, sublayers
 from npu_autopatch.analysis.layers import layer_of
 from npu_autopatch.analysis.recording import CACHE, CORE, Op, Recording
 
-_SITES = {"rms_norm": chains.NORM, "rope": chains.ROPE, "swiglu": chains.MLP, CORE: CORE, CACHE: CACHE}
+_SITES = {"rope": chains.ROPE, "swiglu": chains.MLP, CORE: CORE, CACHE: CACHE}
 _SOFTMAX = {"aten::_softmax", "aten::_safe_softmax"}
 _MIXES = {"aten::convolution", "aten::cumsum", "aten::cumprod"}
 _COPIES = {f"aten::{name}" for name in ("clone", "copy_", "cat", "_to_copy", "constant_pad_nd", "stack", "contiguous")}
@@ -50,11 +50,13 @@ class _Places:
             self.layers.setdefault(layer_of(op.module), []).append(op)
 
     def found(self) -> dict[int, Place]:
+        normed = {op.index for call in each_norm(self.ops.values()) for op in call}
         for op in self.ops.values():
-            if op.scopes and op.scopes[-1].kind in _SITES and not one_expert(op):
-                self.put([op], _SITES[op.scopes[-1].kind], op.scopes[-1].module)
-            elif norms(op) or op.name == "aten::native_group_norm":
-                self.put([op], chains.NORM, op.module)
+            kind, home = (op.scopes[-1].kind, op.scopes[-1].module) if op.scopes else ("", op.module)
+            if op.index in normed or op.name == "aten::native_group_norm":
+                self.put([op], chains.NORM, home)
+            elif kind in _SITES and not one_expert(op):
+                self.put([op], _SITES[kind], home)
         for layer, ops in self.layers.items():
             if layer:
                 self.in_layer(layer, ops)
@@ -211,7 +213,13 @@ class _Places:
         inner = [op.index for layer, own in self.layers.items() if layer for op in own]
         first, last = (min(inner), max(inner)) if inner else (0, 0)
         self.put((op for op in ops if op.name == "aten::embedding"), chains.EMBEDDING, "")
-        self.put((op for op in ops if op.index < first), chains.TABLES, "")
+        for op in ops:
+            if op.index < first and projects(op):  # from the width of the embedding to that of the layers
+                self.put([op], chains.EMBEDDING, op.module)
+        fed = self.flow.after(self.ops[index] for index in inner)
+        # what no layer feeds, as the mask of a decoder behind its encoder
+        tables = (op for op in ops if op.index < first or (op.index < last and op.index not in fed))
+        self.put(tables, chains.TABLES, "")
         behind = [op for op in ops if op.index > last]
         heads = [op for op in behind if projects(op) and op.module]
         if heads:

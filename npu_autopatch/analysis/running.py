@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from npu_autopatch.analysis.recording import Recorder, Recording
 from npu_autopatch.analysis.result import PREFILL, TRAINING
 from npu_autopatch.reporting import Row
+from npu_autopatch.verification.passes import cached
 
 _CACHES = ("cache", "past_key_values", "cache_params")
 Site = tuple[Any, str, str, str]
@@ -63,17 +64,17 @@ def run(model: Any, mode: str, batch: dict[str, Tensor], marked: list[Site]) -> 
     with torch.no_grad():
         if mode == PREFILL:
             with recorder:
-                model(**batch, use_cache=True)
+                model(**batch, **cached(model, True))
             return recorder.found
         with Recorder(model, []):  # it answers questions about tokens
-            output = model(**batch, use_cache=True)
+            output = model(**batch, **cached(model, True))
         kept = [name for name in _CACHES if output.get(name) is not None]
         if not kept:
             raise NotRun("the model keeps no cache")
         cache = {kept[0]: output[kept[0]]}  # the newest name of it
         asked = "decoder_input_ids" if "decoder_input_ids" in batch else "input_ids"
         with recorder:
-            model(**{**batch, asked: batch[asked][:, :1]}, **cache, use_cache=True)
+            model(**{**batch, asked: batch[asked][:, :1]}, **cache, **cached(model, True))
     return recorder.found
 
 
@@ -81,7 +82,7 @@ def _loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """The model's own loss; of a model without one, the sum of its answer."""
     if "labels" in inspect.signature(model.forward).parameters:
         labels = batch.get("decoder_input_ids", batch["input_ids"])
-        loss: Tensor = model(**batch, labels=labels, use_cache=False)["loss"]
+        loss: Tensor = model(**batch, labels=labels, **cached(model, False))["loss"]
         return loss
-    output = model(**batch, use_cache=False)
+    output = model(**batch, **cached(model, False))
     return next(value for value in output.values() if isinstance(value, Tensor)).float().sum()

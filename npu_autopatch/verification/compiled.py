@@ -32,7 +32,7 @@ def step(model: Any, batch: dict[str, Any]) -> Pass:
         return make_boxed_func(graph.forward)  # type: ignore[no-untyped-call]
 
     model = copy.deepcopy(model).train()
-    batch = {**passes.labelled(model, passes.there(batch, model)), "use_cache": False}
+    batch = {**passes.labelled(model, passes.there(batch, model)), **passes.cached(model, False)}
     torch._dynamo.reset()
     backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)  # type: ignore[no-untyped-call]
     compiled: Any = torch.compile(model, backend=backend)

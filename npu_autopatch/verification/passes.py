@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from contextlib import ExitStack
 from typing import Any
 
@@ -54,10 +55,10 @@ def run(model: Any, mode: str, batch: dict[str, Any], earlier: Choices | None = 
             stack.enter_context(InDouble())
         stack.enter_context(choices)
         if mode in (TRAINING, CHECKPOINTS):
-            output = stepped(model(**labelled(model, batch), use_cache=False))
+            output = stepped(model(**labelled(model, batch), **cached(model, False)))
         else:
             stack.enter_context(torch.no_grad())
-            output = _decoded(model, batch) if mode == DECODE else _answer(model(**batch, use_cache=False))
+            output = _decoded(model, batch) if mode == DECODE else _answer(model(**batch, **cached(model, False)))
     if mode == CHECKPOINTS and choices.drawn:  # the second forward is under no mode of torch, and draws other ones
         raise NotPossible("the model draws random numbers, which here are not those of the second forward")
     returned, kind = flat(output)
@@ -95,6 +96,13 @@ def labelled(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
     return batch
 
 
+def cached(model: Any, use: bool) -> dict[str, bool]:
+    """The argument that says whether a model keeps a cache, of a model that takes it."""
+    takes = inspect.signature(model.forward).parameters
+    named = "use_cache" in takes or any(it.kind is inspect.Parameter.VAR_KEYWORD for it in takes.values())
+    return {"use_cache": use} if named else {}
+
+
 def stepped(output: Any) -> dict[str, Tensor]:
     """What a model has returned by name, after the backward from its loss, or from its answer if it has none."""
     named = _answer(output)
@@ -127,7 +135,7 @@ def _decoded(model: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
     given = {**batch, name: whole[:, :length]}
     if not decoder:
         given["attention_mask"] = batch["attention_mask"][:, :length]
-    output = model(**given, use_cache=True)
+    output = model(**given, **cached(model, True))
     kept = next((cache for cache in _CACHES if getattr(output, cache, None) is not None), "")
     if not kept:
         raise NotPossible("the model keeps no cache")
@@ -140,6 +148,6 @@ def _decoded(model: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
             given["attention_mask"] = batch["attention_mask"][:, : place + 1]
         if kept == "cache_params":
             given["cache_position"] = torch.tensor([place], device=whole.device)
-        output = model(**given, use_cache=True)
+        output = model(**given, **cached(model, True))
         answers.append(next(iter(_answer(output).values())))
     return {f"token {place}": answer for place, answer in enumerate(answers)}

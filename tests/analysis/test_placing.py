@@ -20,9 +20,11 @@ from npu_autopatch.analysis.result import (
     Analysis,
     Chain,
 )
+from npu_autopatch.verification.small import small_config
 
 SIZES = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "albert": ("AlbertConfig", {**SIZES, "intermediate_size": 80, "embedding_size": 32}),
     "bert": ("BertConfig", {**SIZES, "intermediate_size": 80, "is_decoder": False}),
     "gpt_neox": ("GPTNeoXConfig", {**SIZES, "intermediate_size": 80}),
     "gpt2": ("GPT2Config", {"vocab_size": 96, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_inner": 80}),
@@ -57,12 +59,13 @@ def told(family: str, mode: str, name: str) -> set[tuple[str, str, tuple[str, ..
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_products_stand_in_chains_that_multiply_and_nothing_is_left_over(family: str) -> None:
-    adding = ("embedding", "masks and positions", "norm", "residual add", "residual add and norm", "dropout", "other")
+    adding = ("embedding", "norm", "residual add", "residual add and norm", "dropout", "other")
     for mode in MODES:
-        if family == "bert" and mode == DECODE:
-            continue
+        if mode not in {it.name for it in analysis(family).modes}:
+            continue  # encoders decode nothing
         assert not chains(family, mode, "other")
-        assert not [it for name in adding for it in chains(family, mode, name) if PRODUCTS & set(it.ops_before)]
+        found = [it for name in adding for it in chains(family, mode, name) if not it.facts.get("projected")]
+        assert not [it for it in found if PRODUCTS & set(it.ops_before)]
         assert all(PRODUCTS & set(it.ops_before) for it in chains(family, mode, "MLP"))
         assert all("aten::add" in it.ops_before for it in chains(family, mode, "residual add"))
 
@@ -156,3 +159,23 @@ def test_norms_on_q_and_k_rotation_and_cache_are_one_op_where_its_sizes_are_thei
     for family, mode in (("qwen3", TRAINING), ("stablelm", DECODE)):
         (rope,) = chains(family, mode, "rope")
         assert "npu_qkv_rms_norm_rope_cache" not in [it.op for it in rope.judgement.candidates]
+
+
+def test_a_projection_of_the_embedding_belongs_to_it() -> None:
+    assert told("albert", PREFILL, "embedding") == {
+        ("", BY_TORCH_NPU, ()),
+        ("encoder.embedding_hidden_mapping_in", BY_TORCH_NPU, ()),
+    }
+    (projection,) = (it for it in chains("albert", PREFILL, "embedding") if it.block)
+    assert "product" in projection.judgement.reason and projection.before.launches == 1
+
+
+@pytest.mark.skipif(not hasattr(transformers, "AXK2Config"), reason="this transformers has no norm with such a gate")
+def test_a_gate_behind_a_norm_is_an_mlp() -> None:
+    found = {
+        (chain.block, chain.name): chain.judgement.state
+        for part in analyze(small_config("axk2"), tokens=24).modes[0].parts
+        for chain in part.chains
+    }
+    assert found["input_layernorm.norm", "norm"] == FUSED
+    assert ("input_layernorm", "MLP") in found and ("input_layernorm", "norm") not in found

@@ -19,7 +19,9 @@ from npu_autopatch.analysis.result import Judgement
 
 
 def embedding(case: Case) -> Judgement:
-    """The rows of the tokens."""
+    """The rows of the tokens, and their projection to the width of the layers where that is another."""
+    if case.flag("projected"):
+        return by_torch_npu(case, "One product is one kernel already.", "aten::linear of torch_npu")
     return by_torch_npu(case, "One lookup is one kernel already, forward and backward.", "aten::embedding of torch_npu")
 
 
