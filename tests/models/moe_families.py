@@ -9,12 +9,12 @@ import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from npu_autopatch.verification import small
+from npu_autopatch.verification import small, small_sizes
 
 V5 = int(transformers.__version__.partition(".")[0]) >= 5
 OLD = transformers.__version__.startswith(("4.", "5.0."))
 _EXPERTS = {"moe_intermediate_size": 40}
-_GEMMA = {**_EXPERTS, "enable_moe_block": True, "num_experts": small.EXPERTS, "top_k_experts": small.TOP_K}
+_GEMMA = {**_EXPERTS, "enable_moe_block": True, "num_experts": small_sizes.EXPERTS, "top_k_experts": small_sizes.TOP_K}
 
 
 def _sections(*parts: int, **more: Any) -> dict[str, Any]:
@@ -96,18 +96,18 @@ _PLAIN = [
 _CHANGED: dict[str, dict[str, Any]] = {
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8},
-        "ffn_config": {"ffn_hidden_size": 88, "moe_num_experts": small.EXPERTS, "moe_top_k": small.TOP_K}
-        | ({"hidden_size": small.HIDDEN} if V5 else {}),
+        "ffn_config": {"ffn_hidden_size": 88, "moe_num_experts": small_sizes.EXPERTS, "moe_top_k": small_sizes.TOP_K}
+        | ({"hidden_size": small_sizes.HIDDEN} if V5 else {}),
     },
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
     "diffusion_gemma_text": _GEMMA,
-    "doge": {"is_moe": True, "num_experts": 16, "num_experts_per_tok": small.TOP_K},
+    "doge": {"is_moe": True, "num_experts": 16, "num_experts_per_tok": small_sizes.TOP_K},
     "dots1": {
-        "n_routed_experts": small.EXPERTS,
-        "num_experts_per_tok": small.TOP_K,
+        "n_routed_experts": small_sizes.EXPERTS,
+        "num_experts_per_tok": small_sizes.TOP_K,
         "n_shared_experts": 1,
-        "n_group": small.GROUPS,
-        "topk_group": small.TOP_GROUPS,
+        "n_group": small_sizes.GROUPS,
+        "topk_group": small_sizes.TOP_GROUPS,
         "first_k_dense_replace": 1,
     },
     "dots3_note_text": {"head_dim": 40},
@@ -115,7 +115,7 @@ _CHANGED: dict[str, dict[str, Any]] = {
     "gemma4_text": _GEMMA,
     "glm4v_moe_text": _sections(2, 1, 1, partial_rotary_factor=0.5) | {"partial_rotary_factor": 0.5},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] if OLD else ["linear_attention", "full_attention"]},
-    "hunyuan_v1_moe": {"head_dim": small.HEAD, "num_experts": small.EXPERTS, "moe_topk": small.TOP_K},
+    "hunyuan_v1_moe": {"head_dim": small_sizes.HEAD, "num_experts": small_sizes.EXPERTS, "moe_topk": small_sizes.TOP_K},
     "jetmoe": {"pad_token_id": 0},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 48},
@@ -123,20 +123,20 @@ _CHANGED: dict[str, dict[str, Any]] = {
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
-        "indexer_head_dim": small.HEAD,
+        "indexer_head_dim": small_sizes.HEAD,
         "indexer_budget": 8,
         "indexer_compress_ratio": 2,
     },
-    "step3p5": {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": small.WINDOW},
+    "step3p5": {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": small_sizes.WINDOW},
 }
-_GROUPED = {"topk_method": "group_limited_greedy", "n_group": small.GROUPS, "topk_group": small.TOP_GROUPS}
+_GROUPED = {"topk_method": "group_limited_greedy", "n_group": small_sizes.GROUPS, "topk_group": small_sizes.TOP_GROUPS}
 _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2, groups": ("deepseek_v2", _GROUPED),
     "mixtral, jitter": ("mixtral", {"router_jitter_noise": 0.1}),
     "qwen2_moe, renormalised": ("qwen2_moe", {"norm_topk_prob": True}),
     "qwen3_moe, renormalised": ("qwen3_moe", {"norm_topk_prob": True}),
     "qwen3_moe, one expert a token": ("qwen3_moe", {"num_experts_per_tok": 1}),
-    "mixtral, every expert": ("mixtral", {"num_experts_per_tok": small.EXPERTS}),
+    "mixtral, every expert": ("mixtral", {"num_experts_per_tok": small_sizes.EXPERTS}),
     "mixtral, gelu": ("mixtral", {"hidden_act": "gelu"}),
     # by default this one asks for its own loop, which stays as it is
     "openai_privacy_filter, grouped": ("openai_privacy_filter", {"experts_implementation": "grouped_mm"}),
