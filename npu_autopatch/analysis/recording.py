@@ -22,6 +22,7 @@ _ALLOCATES = {"aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty
 _ALLOCATES |= {"aten::detach", "aten::_local_scalar_dense", "aten::lift_fresh", "aten::_unsafe_view", "aten::alias"}
 _LOOK_UP = {"aten::embedding", "aten::index", "aten::index_select", "aten::gather", "npu::npu_moe_token_permute"}
 _GROUPED = {"aten::_grouped_mm", "npu::npu_grouped_matmul"}
+_LAUNCHES = {"aten::slice_backward": 2, "aten::select_backward": 2}  # zeros, and a copy into a part of them
 CORE, CACHE = "attention core", "cache write"
 
 
@@ -197,7 +198,7 @@ class Recorder(TorchDispatchMode):
             Op(
                 index,
                 name,
-                _groups(read) if name == "aten::_grouped_mm" else 1,
+                _groups(read) if name == "aten::_grouped_mm" else _LAUNCHES.get(name, 1),
                 _loaded(name, read, stored) + stored,
                 self._module[-1],
                 tuple(self._scopes),

@@ -75,6 +75,7 @@ def _backward_shapes(dy: Tensor, input: Tensor, gamma: Tensor, rstd: Tensor) -> 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(inputs[0], inputs[1], output[1])
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # no zeros where there is no gradient
 
 
 def _backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None]:

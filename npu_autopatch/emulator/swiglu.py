@@ -126,6 +126,7 @@ def _swiglu_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
 def _save_geglu(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(inputs[0], output[1])
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # no zeros where there is no gradient
     ctx.settings = inputs[1:]
 
 

@@ -200,6 +200,7 @@ def _unpermute_grad_shapes(
 def _save_permute(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(inputs[1], output[1])
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # no zeros where there is no gradient
     ctx.shape = inputs[0].shape
 
 
