@@ -13,7 +13,8 @@ from torch.overrides import TorchFunctionMode
 
 
 class AsOnDevice(TorchFunctionMode):
-    """Attention and dropout as the one op a device has for each; without values torch itself takes them apart.
+    """Attention and dropout as the one op a device has for each; torch takes the one apart without values, and the
+    other on the CPU.
 
     Attention runs within `scope()`.
     """
@@ -35,7 +36,7 @@ class AsOnDevice(TorchFunctionMode):
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    if input.device.type != "meta" or inplace or not training or not 0 < p < 1:
+    if inplace or not training or not 0 < p < 1:
         return torch.nn.functional.dropout(input, p, training, inplace)
     result: Tensor = torch.ops.aten.native_dropout(input, p, training)[0]
     return result

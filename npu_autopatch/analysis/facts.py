@@ -144,14 +144,21 @@ def _streams(seen: Seen) -> Facts:
 
 def _head(seen: Seen) -> Facts:
     op = next(op for op in seen.ops if projects(op))
-    return {"vocabulary": op.result[-1], "width": projected(op)[-1]}
+    capped = _capped([*seen.ops, *seen.beside.get(chains.LOSS, ())])
+    return {"vocabulary": op.result[-1], "width": projected(op)[-1], **capped}
+
+
+def _capped(ops: Iterable[Op]) -> Facts:
+    """Whether logits are bent by a tanh."""
+    return {"capped": True} if any(op.name == "aten::tanh" for op in ops) else {}
 
 
 def _loss(seen: Seen) -> Facts:
     op = next((op for op in seen.ops if op.name == "aten::_log_softmax"), None)
     if op is None:
         return {}
-    return {"vocabulary": op.result[-1], "rows": op.result[0], "fp32": op.dtypes[0] is torch.float32}
+    fp32 = op.dtypes[0] is torch.float32
+    return {"vocabulary": op.result[-1], "rows": op.result[0], "fp32": fp32, **_capped(seen.ops)}
 
 
 _OF: dict[str, Callable[[Seen], Facts]] = {

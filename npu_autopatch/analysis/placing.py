@@ -41,6 +41,7 @@ def placed(recording: Recording) -> list[Place]:
 class _Places:
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
+        self.training = any(op.forward is not None for op in recording.ops)
         self.flow = Flow(recording)
         self.ops = self.flow.ops
         self.chain: dict[int, str] = {}
@@ -226,7 +227,10 @@ class _Places:
             self.put(heads[-1:], chains.HEAD, heads[-1].module)
             for op in heads[:-1]:
                 self.put([op], chains.HEAD, op.module)
-            self.put((op for op in behind if op.index > heads[-1].index), chains.LOSS, "")
+            ends = (chains.LOSS, "") if self.training else (chains.HEAD, heads[-1].module)
+            self.put((op for op in behind if op.index > heads[-1].index), *ends)
+        if self.training:  # of a model without a loss the sum of its answer stands in for one
+            self.put((op for op in behind if not op.module and op.index in fed), chains.LOSS, "")
         self.put((op for op in behind if self.streams(op.module)), chains.HYPER, behind[0].module if behind else "")
 
     def by_flow(self) -> None:

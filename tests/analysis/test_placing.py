@@ -22,18 +22,19 @@ from npu_autopatch.analysis.result import (
 )
 from npu_autopatch.verification.small import small_config
 
-SIZES = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES = {"vocab_size": 160, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "albert": ("AlbertConfig", {**SIZES, "intermediate_size": 80, "embedding_size": 32}),
     "bert": ("BertConfig", {**SIZES, "intermediate_size": 80, "is_decoder": False}),
+    "gemma2": ("Gemma2Config", {**SIZES, "intermediate_size": 80, "num_key_value_heads": 2, "head_dim": 32}),
     "gpt_neox": ("GPTNeoXConfig", {**SIZES, "intermediate_size": 80}),
-    "gpt2": ("GPT2Config", {"vocab_size": 96, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_inner": 80}),
+    "gpt2": ("GPT2Config", {"vocab_size": 160, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_inner": 80}),
     "granite": ("GraniteConfig", {**SIZES, "intermediate_size": 80, "residual_multiplier": 0.5}),
-    "mt5": ("MT5Config", {"vocab_size": 96, "d_model": 64, "d_kv": 16, "d_ff": 80, "num_layers": 2, "num_heads": 4}),
+    "mt5": ("MT5Config", {"vocab_size": 160, "d_model": 64, "d_kv": 16, "d_ff": 80, "num_layers": 2, "num_heads": 4}),
     "opt": ("OPTConfig", {**SIZES, "ffn_dim": 80, "word_embed_proj_dim": 64}),
     "qwen3": ("Qwen3Config", {**SIZES, "intermediate_size": 80, "num_key_value_heads": 2, "head_dim": 128}),
     "stablelm": ("StableLmConfig", {**SIZES, "intermediate_size": 80, "num_key_value_heads": 2}),
-    "t5": ("T5Config", {"vocab_size": 96, "d_model": 64, "d_kv": 16, "d_ff": 80, "num_layers": 2, "num_heads": 4}),
+    "t5": ("T5Config", {"vocab_size": 160, "d_model": 64, "d_kv": 16, "d_ff": 80, "num_layers": 2, "num_heads": 4}),
 }
 PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm"}
 
@@ -179,3 +180,12 @@ def test_a_gate_behind_a_norm_is_an_mlp() -> None:
     }
     assert found["input_layernorm.norm", "norm"] == FUSED
     assert ("input_layernorm", "MLP") in found and ("input_layernorm", "norm") not in found
+
+
+def test_logits_that_are_capped_belong_to_the_head_and_cannot_be_left_out() -> None:
+    (head,) = chains("gemma2", PREFILL, "output head")
+    assert head.before.launches == 4 and "no op caps them" in head.judgement.reason
+    assert not chains("gemma2", PREFILL, "loss") and not chains("gemma2", DECODE, "loss")
+    assert told("gemma2", TRAINING, "output head") == {("lm_head", BY_TORCH_NPU, ())}
+    assert told("gemma2", TRAINING, "loss") == {("", CANDIDATE, ("cross_entropy_loss",))}
+    assert "fused_linear_online_max_sum" in str(told("qwen3", TRAINING, "loss"))

@@ -19,7 +19,12 @@ from npu_autopatch.analysis.result import Judgement
 
 def output_head(case: Case) -> Judgement:
     """The product that gives the logits."""
-    further = (_without_logits(case),) if case.training else ()
+    if case.flag("capped") and not case.training:
+        return no_op(
+            "The product is one kernel already; the cap of the logits is three more (a division, tanh, a product), and "
+            "no op caps them."
+        )
+    further = (_without_logits(case),) if case.training and not case.flag("capped") else ()
     return by_torch_npu(case, "One product is one kernel already.", "aten::linear of torch_npu", *further)
 
 
@@ -31,7 +36,7 @@ def loss(case: Case) -> Judgement:
         case,
         "The log of the softmax and the choice of the targets fit into one launch.",
         _in_one(case),
-        _without_logits(case),
+        *(() if case.flag("capped") else (_without_logits(case),)),  # it leaves no place between head and loss
     )
 
 
