@@ -144,8 +144,7 @@ def _streams(seen: Seen) -> Facts:
 
 def _head(seen: Seen) -> Facts:
     op = next(op for op in seen.ops if projects(op))
-    capped = _capped([*seen.ops, *seen.beside.get(chains.LOSS, ())])
-    return {"vocabulary": op.result[-1], "width": projected(op)[-1], **capped}
+    return {"vocabulary": op.result[-1], "width": projected(op)[-1], **_capped(seen.ops)}
 
 
 def _capped(ops: Iterable[Op]) -> Facts:
@@ -158,7 +157,12 @@ def _loss(seen: Seen) -> Facts:
     if op is None:
         return {}
     fp32 = op.dtypes[0] is torch.float32
-    return {"vocabulary": op.result[-1], "rows": op.result[0], "fp32": fp32, **_capped(seen.ops)}
+    return {
+        "vocabulary": op.result[-1],
+        "rows": op.result[0],
+        "fp32": fp32,
+        **_capped(seen.beside.get(chains.HEAD, ())),
+    }
 
 
 _OF: dict[str, Callable[[Seen], Facts]] = {

@@ -144,7 +144,7 @@ def _within(block: str, groups: dict[tuple[str, str], _Group]) -> dict[str, list
     own = {name: _forward(group.before) for (home, name), group in groups.items() if home == block}
     inner: dict[str, list[Op]] = {}
     for (home, name), group in groups.items():
-        if home.startswith(f"{block}."):
+        if not block or home.startswith(f"{block}."):
             inner.setdefault(name, []).extend(_forward(group.before))
     return {**inner, **own}
 

@@ -224,7 +224,7 @@ class _Places:
         behind = [op for op in ops if op.index > last]
         heads = [op for op in behind if projects(op) and op.module]
         if heads:
-            self.put(heads[-1:], chains.HEAD, heads[-1].module)
+            self.put([heads[-1], *self.bent(heads[-1])], chains.HEAD, heads[-1].module)
             for op in heads[:-1]:
                 self.put([op], chains.HEAD, op.module)
             ends = (chains.LOSS, "") if self.training else (chains.HEAD, heads[-1].module)
@@ -232,6 +232,13 @@ class _Places:
         if self.training:  # of a model without a loss the sum of its answer stands in for one
             self.put((op for op in behind if not op.module and op.index in fed), chains.LOSS, "")
         self.put((op for op in behind if self.streams(op.module)), chains.HYPER, behind[0].module if behind else "")
+
+    def bent(self, head: Op) -> Iterator[Op]:
+        """What scales or caps the logits."""
+        readers = [self.ops[reader] for reader in self.flow.readers[head.index]]
+        while len(readers) == 1 and readers[0].name in ("aten::div", "aten::tanh", "aten::mul"):
+            yield readers[0]
+            readers = [self.ops[reader] for reader in self.flow.readers[readers[0].index]]
 
     def by_flow(self) -> None:
         """The rest belongs where its result is read, or else where it was made."""
