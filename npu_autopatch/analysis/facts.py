@@ -8,7 +8,7 @@ import torch
 
 from npu_autopatch.analysis import attention_facts as attention
 from npu_autopatch.analysis import chains
-from npu_autopatch.analysis.chains import projects
+from npu_autopatch.analysis.chains import norms, projects
 from npu_autopatch.analysis.recording import CACHE, CORE, Op
 from npu_autopatch.analysis.seen import Facts, Seen, projected
 
@@ -38,12 +38,20 @@ def _norm(seen: Seen) -> Facts:
     weighted = seen.setting("weight")
     width = weighted.shape[-1] if isinstance(weighted, torch.Tensor) and weighted.dim() else None
     wide = max(seen.ops, key=lambda op: op.bytes)
-    layer_norm = {"aten::native_layer_norm"} & seen.names
     return {
         "width": width or wide.result[-1],
         "variants": list(seen.variants) or None,
-        "kind": "layer norm" if layer_norm else None,
+        "kind": _kind(seen),
     }
+
+
+def _kind(seen: Seen) -> str | None:
+    """Of what kind a norm is that is no RMS norm; of an addition alone, that of the norms beside it."""
+    ops = [op for op in seen.ops if norms(op)] or [op for found in seen.beside.values() for op in found if norms(op)]
+    names = [op.name for op in ops]
+    if "aten::native_layer_norm" in names:
+        return "layer norm"
+    return "layer norm written out" if "aten::sub" in names and names.count("aten::mean") > 1 else None
 
 
 def _embedding(seen: Seen) -> Facts:
@@ -86,6 +94,8 @@ def _activation(ops: Iterable[Op]) -> str | None:
     names = [op.name for op in ops]
     if "aten::tanh" in names and names.count("aten::mul") > 2:
         return "gelu_tanh"  # written out
+    if "aten::relu" in names and {"aten::pow", "aten::square"} & set(names):
+        return "squared relu"
     return next((name for name in _ACTIVATIONS if f"aten::{name}" in names), None)
 
 

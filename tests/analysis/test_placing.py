@@ -15,6 +15,7 @@ from npu_autopatch.analysis.result import (
     DECODE,
     FUSED,
     MODES,
+    NO_OP,
     PREFILL,
     TRAINING,
     Analysis,
@@ -26,11 +27,13 @@ SIZES = {"vocab_size": 160, "hidden_size": 64, "num_hidden_layers": 2, "num_atte
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "albert": ("AlbertConfig", {**SIZES, "intermediate_size": 80, "embedding_size": 32}),
     "bert": ("BertConfig", {**SIZES, "intermediate_size": 80, "is_decoder": False}),
+    "cohere": ("CohereConfig", {**SIZES, "intermediate_size": 80, "num_key_value_heads": 2, "use_qk_norm": True}),
     "gemma2": ("Gemma2Config", {**SIZES, "intermediate_size": 80, "num_key_value_heads": 2, "head_dim": 32}),
     "gpt_neox": ("GPTNeoXConfig", {**SIZES, "intermediate_size": 80}),
     "gpt2": ("GPT2Config", {"vocab_size": 160, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_inner": 80}),
     "granite": ("GraniteConfig", {**SIZES, "intermediate_size": 80, "residual_multiplier": 0.5}),
     "mt5": ("MT5Config", {"vocab_size": 160, "d_model": 64, "d_kv": 16, "d_ff": 80, "num_layers": 2, "num_heads": 4}),
+    "nemotron": ("NemotronConfig", {**SIZES, "intermediate_size": 80, "num_key_value_heads": 2, "head_dim": 16}),
     "opt": ("OPTConfig", {**SIZES, "ffn_dim": 80, "word_embed_proj_dim": 64}),
     "qwen3": ("Qwen3Config", {**SIZES, "intermediate_size": 80, "num_key_value_heads": 2, "head_dim": 128}),
     "stablelm": ("StableLmConfig", {**SIZES, "intermediate_size": 80, "num_key_value_heads": 2}),
@@ -189,3 +192,18 @@ def test_logits_that_are_capped_belong_to_the_head_and_cannot_be_left_out() -> N
     assert told("gemma2", TRAINING, "output head") == {("lm_head", BY_TORCH_NPU, ())}
     assert told("gemma2", TRAINING, "loss") == {("", CANDIDATE, ("cross_entropy_loss",))}
     assert "fused_linear_online_max_sum" in str(told("qwen3", TRAINING, "loss"))
+
+
+def test_a_layer_norm_written_out_is_no_rms_norm() -> None:
+    assert told("cohere", PREFILL, "norm") == {
+        ("self_attn.q_norm", CANDIDATE, ("layer_norm_eval",)),
+        ("self_attn.k_norm", CANDIDATE, ("layer_norm_eval",)),
+    }
+    for mode in (PREFILL, TRAINING):
+        found = chains("cohere", mode, "residual add and norm")
+        assert found and {it.judgement.candidates[0].op for it in found} == {"npu_add_layer_norm"}
+
+
+def test_a_squared_relu_is_none() -> None:
+    (chain,) = chains("nemotron", PREFILL, "MLP")
+    assert chain.judgement.state == NO_OP and "squared relu" in chain.judgement.reason

@@ -11,6 +11,9 @@ _BACKWARD = "npu_rms_norm_backward(dy, x, gamma, rstd) gives dx, and dgamma in f
 
 def norm(case: Case) -> Judgement:
     """One norm of rows."""
+    if case.word("kind").endswith("written out"):
+        why = "A layer norm written out takes a launch for each of its steps; npu_layer_norm_eval is one."
+        return tried(case, why, _layer(case))
     if case.word("kind").startswith("layer"):
         return by_torch_npu(case, "A layer norm is one kernel of torch's own.", "aten::native_layer_norm of torch_npu")
     bare = (_gemma(case),) if _offset(case) else ()
@@ -100,6 +103,17 @@ def _plain(case: Case) -> Attempt:
         f"its error must not be above the model's by more than an ulp. {TIMED}",
         "gamma has the dtype of x, or fp32 to a half x; it must not be empty. It is no layer norm: that one has a "
         "kernel of torch's own.",
+    )
+
+
+def _layer(case: Case) -> Attempt:
+    return Attempt(
+        "npu_layer_norm_eval",
+        "The weight in the dtype of x; no bias where there is none.",
+        f"On {case.shape('tokens', 'width')} {case.dtype}: npu_layer_norm_eval(x, [width], weight, None, eps) and "
+        f"torch's layer_norm against the model's own, each against fp64. {TIMED}",
+        "The model's own computes in fp32 and rounds once: that the op does so is to be seen.",
+        gradient="torch's own layer_norm, one kernel too, has one",
     )
 
 
