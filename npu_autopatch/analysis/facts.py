@@ -77,7 +77,7 @@ def _mlp(seen: Seen) -> Facts:
     products = [op for op in seen.ops if projects(op)]
     limit = seen.setting("limit")
     intermediate = projected(products[-1])[-1] if products else None
-    plain = len(products) == 2 and products[0].result[-1] == intermediate
+    plain = len(products) == 2 and products[0].result[-1] == intermediate and not _multiplied(seen.ops)
     activation = _activation(seen.ops)
     return {
         "width": projected(products[0])[-1] if products else None,
@@ -88,6 +88,15 @@ def _mlp(seen: Seen) -> Facts:
         "merged": len(products) < 3 or None,
         "limit": limit if isinstance(limit, (int, float)) and "aten::clamp" in seen.names else None,
     }
+
+
+def _multiplied(ops: list[Op]) -> bool:
+    """Whether what an activation of torch's own gives is multiplied with something else of its shape."""
+    activated = {op.index for op in ops if op.name in ("aten::silu", "aten::gelu", "aten::relu")}
+    return any(
+        op.name == "aten::mul" and activated & set(op.sources) and len(op.shapes) == 2 and op.shapes[0] == op.shapes[1]
+        for op in ops
+    )
 
 
 def _activation(ops: Iterable[Op]) -> str | None:

@@ -95,7 +95,7 @@ READ: dict[str, list[tuple[str, str, dict[str, Any], int, str, list[str]]]] = {
         ("QKV", DECODE, {"projections": 4, **MLA}, 0, CANDIDATE, ["mla_prolog_v3", "grouped_matmul"]),
         ("QKV", TRAINING, {"projections": 4, **MLA}, 0, CANDIDATE, ["grouped_matmul"]),
         ("rope", PREFILL, {"head_dim": 64, "rotated": 64, "interleaved": True}, 2, FUSED, ["interleave_rope", "mrope"]),
-        ("cache write", DECODE, MLA, 0, CANDIDATE, ["kv_rmsnorm_rope_cache_v2"]),
+        ("cache write", DECODE, MLA, 0, CANDIDATE, ["kv_rmsnorm_rope_cache_v2", "scatter_pa_kv_cache"]),
         ("indexer", PREFILL, {"heads": 64, "head_dim": 128, "top_k": 2048}, 0, CANDIDATE, ["lightning_indexer"]),
         (
             "indexer",

@@ -207,3 +207,15 @@ def test_a_layer_norm_written_out_is_no_rms_norm() -> None:
 def test_a_squared_relu_is_none() -> None:
     (chain,) = chains("nemotron", PREFILL, "MLP")
     assert chain.judgement.state == NO_OP and "squared relu" in chain.judgement.reason
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Gemma4TextConfig"), reason="this transformers has no such gate")
+def test_what_an_activation_is_multiplied_with_is_a_gate_wherever_it_comes_from() -> None:
+    """The input that each layer has of its own, in Gemma 4."""
+    found = [
+        chain
+        for part in analyze(small_config("gemma4_text"), tokens=24).modes[0].parts
+        for chain in part.chains
+        if chain.name == "MLP" and not chain.block
+    ]
+    assert found and {it.op for chain in found for it in chain.judgement.candidates} == {"npu_geglu", "npu_gelu_mul"}

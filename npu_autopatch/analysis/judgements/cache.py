@@ -14,7 +14,8 @@ def cache_write(case: Case) -> Judgement:
     if case.training:
         return no_op("Training keeps no keys and values of past steps: there is nothing to write.")
     if case.flag("latent"):
-        return tried(case, "MLA's norm, rotation and writing into its cache fit into one launch.", _latent(case))
+        why = "MLA's norm, rotation and writing into its cache fit into one launch, or both writings do."
+        return tried(case, why, _latent(case), _paged(case))
     if case.word("read_by") == "recurrence":
         return no_op(
             "A state of fixed size is put in the place of the old one. npu_recurrent_gated_delta_rule comes nearest: "
@@ -62,11 +63,13 @@ def _read_in_place(case: Case) -> Attempt:
 
 
 def _paged(case: Case) -> Attempt:
+    latent = bool(case.flag("latent"))
+    rows = "the latent as keys and the rotary part as values, of one head each" if latent else "new keys and values"
     return Attempt(
         "npu_scatter_pa_kv_cache",
         "Two caches of pages, [blocks, block size, heads, width], allocated once, with the pages of each sequence "
-        "(block_table) and the slot of each new token; new keys and values as [tokens, heads, width], contiguous.",
+        f"(block_table) and the slot of each new token; {rows} as [tokens, heads, width], contiguous.",
         f"Batch {case.told('batch')}, caches of 16 blocks of 128, cache_mode='Norm': both caches against index_copy_ "
-        f"at the same slots. {TIMED} Keys and values go into one launch; then attention reads the pages.",
+        f"at the same slots. {TIMED} Both go into one launch; then attention reads the pages.",
         "No slot twice. Without cache_mode the caches must lie in the layout PA_NZ.",
     )
