@@ -47,8 +47,11 @@ class _Places:
         self.chain: dict[int, str] = {}
         self.block: dict[int, str] = {}
         self.layers: dict[str, list[Op]] = {}
+        numbered = {layer_of(op.module) for op in self.ops.values() if projects(op)}
         for op in self.ops.values():
-            self.layers.setdefault(layer_of(op.module), []).append(op)
+            layer = layer_of(op.module)
+            # a list of modules without weights is none of layers: tables of positions for each kind of attention
+            self.layers.setdefault(layer if layer in numbered else "", []).append(op)
 
     def found(self) -> dict[int, Place]:
         normed = {op.index for call in each_norm(self.ops.values()) for op in call}

@@ -219,3 +219,9 @@ def test_what_an_activation_is_multiplied_with_is_a_gate_wherever_it_comes_from(
         if chain.name == "MLP" and not chain.block
     ]
     assert found and {it.op for chain in found for it in chain.judgement.candidates} == {"npu_geglu", "npu_gelu_mul"}
+
+
+@pytest.mark.skipif(not hasattr(transformers, "GraniteSWAConfig"), reason="this transformers has no such list")
+def test_a_list_of_tables_is_no_list_of_layers() -> None:
+    found = [chain for part in analyze(small_config("granite_swa"), tokens=24).modes[0].parts for chain in part.chains]
+    assert {"masks and positions", "rope"} <= {chain.name for chain in found} and "other" not in {c.name for c in found}
