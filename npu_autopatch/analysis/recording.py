@@ -100,6 +100,7 @@ class Recorder(TorchDispatchMode):
         # a storage that is freed could lend its address to another; a tensor that is kept would be copied as a gradient
         self._kept: list[torch.UntypedStorage] = []
         self._by_sequence: dict[int, int] = {}
+        self._views: list[tuple[int, int, int]] = []  # until the next op: node of autograd, call, what made the viewed
         self._last = 0
         self._stack = ExitStack()
 
@@ -168,9 +169,16 @@ class Recorder(TorchDispatchMode):
         if not (function.is_view or name in _ALLOCATES):
             self._note(function, name, args, kwargs, result)
         elif torch._C._current_autograd_node() is None and args and isinstance(args[0], Tensor):
-            # what the gradient of a view costs, whatever made the viewed
-            self._by_sequence.setdefault(_made_last(), self._writers.get(_storage(args[0]), len(self.found.ops)))
+            made_by = self._writers.get(_storage(args[0]), len(self.found.ops))
+            self._views.append((_made_last(), self._scopes[-1].number if self._scopes else -1, made_by))
         return result
+
+    def _place_views(self) -> None:
+        """What the gradient of a view costs, the call it is taken in does; outside of one, what made the viewed."""
+        here = {scope.number for scope in self._scopes}
+        for sequence, scope, made_by in self._views:
+            self._by_sequence.setdefault(sequence, len(self.found.ops) if scope in here else made_by)
+        self._views.clear()
 
     def _note(self, function: Any, name: str, args: Any, kwargs: Any, result: Any) -> None:
         declared = function._schema.arguments
@@ -185,6 +193,7 @@ class Recorder(TorchDispatchMode):
             return
         if storages and all(s in self._parameters for s in storages):
             self._parameters |= set(targets)  # a parameter in another dtype or layout
+        self._place_views()
         index = len(self.found.ops)
         sources = dict.fromkeys(self._writers[s] for s in (*storages, *targets) if s in self._writers)
         node = torch._C._current_autograd_node()

@@ -225,3 +225,10 @@ def test_what_an_activation_is_multiplied_with_is_a_gate_wherever_it_comes_from(
 def test_a_list_of_tables_is_no_list_of_layers() -> None:
     found = [chain for part in analyze(small_config("granite_swa"), tokens=24).modes[0].parts for chain in part.chains]
     assert {"masks and positions", "rope"} <= {chain.name for chain in found} and "other" not in {c.name for c in found}
+
+
+def test_the_gradient_of_a_view_belongs_to_the_call_it_is_taken_in() -> None:
+    """The halves of a rotation are views: what their gradients cost goes with the rotation."""
+    (rope,), (projections,) = chains("qwen3", TRAINING, "rope"), chains("qwen3", TRAINING, "QKV")
+    assert rope.ops_before["aten::slice_backward"] == 8 and "aten::slice_backward" not in projections.ops_before
+    assert set(rope.ops_after) == {"npu::npu_rotary_mul", "npu::npu_rotary_mul_backward"}
