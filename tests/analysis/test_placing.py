@@ -231,4 +231,5 @@ def test_the_gradient_of_a_view_belongs_to_the_call_it_is_taken_in() -> None:
     """The halves of a rotation are views: what their gradients cost goes with the rotation."""
     (rope,), (projections,) = chains("qwen3", TRAINING, "rope"), chains("qwen3", TRAINING, "QKV")
     assert rope.ops_before["aten::slice_backward"] == 8 and "aten::slice_backward" not in projections.ops_before
-    assert set(rope.ops_after) == {"npu::npu_rotary_mul", "npu::npu_rotary_mul_backward"}
+    assert {"npu::npu_rotary_mul", "npu::npu_rotary_mul_backward"} <= set(rope.ops_after)
+    assert "aten::slice_backward" not in rope.ops_after
