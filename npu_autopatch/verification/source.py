@@ -37,14 +37,7 @@ def architecture(model: Any, trust_remote_code: bool = False) -> Architecture:
     """The config and class that `model` stands for, but no weights. Raises `SourceError`."""
     if isinstance(model, PreTrainedModel):
         return Architecture(type(model).__name__, model.config, type(model), [])
-    name, config, folder = _meant(model, trust_remote_code)
-    text, left_out = _text(config)
-    if folder and _is_remote(config):
-        return Architecture(name, text, _remote_class(folder, config), left_out)
-    try:
-        return Architecture(name, text, small.model_class(text), left_out)
-    except Exception as error:
-        raise SourceError(f"{name} cannot be built ({_words(error)})") from error
+    return _architecture(*_meant(model, trust_remote_code))
 
 
 @dataclass
@@ -60,11 +53,10 @@ def source(model: Any, full: bool = False, trust_remote_code: bool = False) -> S
     """The model that `model` stands for, made small unless `full`. Raises `SourceError`."""
     if isinstance(model, PreTrainedModel):
         return Source(type(model).__name__, lambda dtype: small.as_loaded(copy.deepcopy(model), dtype))
-    if full:
-        name, config, folder = _meant(model, trust_remote_code)
-        if folder and any(Path(folder).glob("*.safetensors")):
-            return Source(name, _with_weights(folder, config, trust_remote_code))
-    found = architecture(model, trust_remote_code)
+    name, config, folder = _meant(model, trust_remote_code)
+    if full and folder and any(Path(folder).glob("*.safetensors")):
+        return Source(name, _with_weights(folder, config, trust_remote_code))
+    found = _architecture(name, config, folder)
     try:
         config = found.config if full else small.smaller(found.config)
     except Exception as error:
@@ -83,6 +75,16 @@ def _meant(model: Any, trust_remote_code: bool) -> tuple[str, PretrainedConfig, 
     if isinstance(model, PretrainedConfig):
         return model.model_type or type(model).__name__, model, ""
     return _named(os.fspath(model), trust_remote_code)
+
+
+def _architecture(name: str, config: PretrainedConfig, folder: str) -> Architecture:
+    text, left_out = _text(config)
+    if folder and _is_remote(config):
+        return Architecture(name, text, _remote_class(folder, config), left_out)
+    try:
+        return Architecture(name, text, small.model_class(text), left_out)
+    except Exception as error:
+        raise SourceError(f"{name} cannot be built ({_words(error)})") from error
 
 
 def _named(model: str, trust_remote_code: bool) -> tuple[str, PretrainedConfig, str]:
