@@ -72,25 +72,12 @@ def errors(got: Pass, original: Pass, exact: Pass, dtype: torch.dtype) -> Errors
     }
 
 
-def behind(parts: Iterable[Errors]) -> list[str]:
-    """The parts whose error, over these draws of inputs, is above one and a half times the original's and a unit."""
-    totals: dict[str, list[float]] = {}
-    for draw in parts:
-        for name, values in draw.items():
-            totals[name] = [a + b for a, b in zip(totals.get(name, (0.0, 0.0, 0.0)), values, strict=True)]
-    return [
-        f"{name}: error {mine:.2e}, the original's {theirs:.2e}, a unit {unit:.2e}"
-        for name, (mine, theirs, unit) in totals.items()
-        if not mine <= 1.5 * theirs + unit
-    ]
-
-
 def typically_behind(draws: list[Errors]) -> dict[str, str]:
     """The parts whose error is typically above one and a half times the original's and a unit, and by how much.
 
-    As `behind`, by the geometric mean of how far over that ours is in each draw. Where a model itself amplifies
-    rounding, an attention that is not scaled, the error of one draw outweighs the sum of all others, ours and the
-    original's alike: a sum over draws would compare two such accidents.
+    By the geometric mean of how far over that ours is in each draw. Where a model itself amplifies rounding, an
+    attention that is not scaled, the error of one draw outweighs the sum of all others, ours and the original's alike:
+    a sum over draws would compare two such accidents.
     """
     found = {}
     for name in dict.fromkeys(name for draw in draws for name in draw):

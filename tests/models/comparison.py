@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from npu_autopatch.verification.comparison import as_one, error
+from npu_autopatch.verification.comparison import Errors, as_one, error
 from npu_autopatch.verification.double import InDouble
 
 
@@ -97,3 +98,16 @@ def further(name: str, got: Tensor, original: Tensor, exact: Tensor, dtype: torc
     mine, theirs = error(got, exact), error(original, exact)
     limit = 1.5 * theirs + torch.finfo(dtype).eps * exact.abs().max().item()
     return "" if mine <= limit else f"{name}: mean error {mine:.2e}, the original's {theirs:.2e}, limit {limit:.2e}"
+
+
+def behind(parts: Iterable[Errors]) -> list[str]:
+    """The parts whose error, over these draws of inputs, is above one and a half times the original's and a unit."""
+    totals: dict[str, list[float]] = {}
+    for draw in parts:
+        for name, values in draw.items():
+            totals[name] = [a + b for a, b in zip(totals.get(name, (0.0, 0.0, 0.0)), values, strict=True)]
+    return [
+        f"{name}: error {mine:.2e}, the original's {theirs:.2e}, a unit {unit:.2e}"
+        for name, (mine, theirs, unit) in totals.items()
+        if not mine <= 1.5 * theirs + unit
+    ]

@@ -21,8 +21,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import npu_autopatch
 from npu_autopatch.reporting import Row
-from npu_autopatch.verification.comparison import Pass, behind, errors, unlike
+from npu_autopatch.verification.comparison import Pass, errors, unlike
 
+from .comparison import behind
 from .moe_families import FAMILIES, PRESENT, V5, inputs, tiny, with_labels
 from .moe_passes import Call, blocks, of_block, of_model
 

@@ -10,10 +10,10 @@ import torch
 
 import npu_autopatch
 from npu_autopatch.verification.choices import Choices
-from npu_autopatch.verification.comparison import behind, error, errors, unlike
+from npu_autopatch.verification.comparison import error, errors, unlike
 from npu_autopatch.verification.small import small_model
 from tests.kernels.exact import InDouble
-from tests.models.comparison import further, trained, worse
+from tests.models.comparison import behind, further, trained, worse
 from tests.models.moe_passes import of_model
 
 from .accounting import counted
