@@ -181,6 +181,13 @@ def test_a_model_with_nothing_to_fuse_is_as_it_was() -> None:
     assert found.passed and not found.fused and "nothing in this model is fused" in str(found)
 
 
+def test_a_model_that_takes_no_use_cache_is_run() -> None:
+    """An encoder; in transformers 4 its forward has neither that argument nor others."""
+    found = verify("albert")
+    assert not [words for words in found.not_verified if "itself raises" in words]
+    assert {"fp32 prefill", "fp32 training"} <= {mode.name for mode in found.modes}
+
+
 def test_what_the_model_itself_cannot_do_is_not_verified() -> None:
     found = verify("prophetnet", backend="emulate")  # its masks overflow in fp64
     assert not found.modes and not found.passed
