@@ -22,7 +22,8 @@ _ALLOCATES = {"aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty
 _ALLOCATES |= {"aten::detach", "aten::_local_scalar_dense", "aten::lift_fresh", "aten::_unsafe_view", "aten::alias"}
 _LOOK_UP = {"aten::embedding", "aten::index", "aten::index_select", "aten::gather", "npu::npu_moe_token_permute"}
 _GROUPED = {"aten::_grouped_mm", "npu::npu_grouped_matmul"}
-_LAUNCHES = {"aten::slice_backward": 2, "aten::select_backward": 2}  # zeros, and a copy into a part of them
+# zeros, and a copy into a part of them
+_LAUNCHES = {f"aten::{view}_backward": 2 for view in ("slice", "select", "diagonal")}
 CORE, CACHE = "attention core", "cache write"
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from torch import Tensor
 
 import npu_autopatch
 from npu_autopatch.analysis.analysing import analyze
+from npu_autopatch.analysis.recording import Recorder
 from npu_autopatch.analysis.result import MODES, PREFILL, TRAINING
 from tests.virtual_npu.accounting import counted
 
@@ -94,3 +97,24 @@ def test_experts_that_are_fused_launch_what_analyze_counts(mode: str) -> None:
     _, after = counts_of("Qwen3Moe", MODES.index(mode))
     with npu_autopatch.patched():
         assert launched("Qwen3Moe", mode == TRAINING) == _named(after)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x[:, :3],
+        lambda x: x[:, 1],
+        lambda x: x.diagonal(),
+        lambda x: torch.nn.functional.dropout(x, 0.3, True),
+        lambda x: torch.nn.functional.layer_norm(x, (6,)),
+    ],
+    ids=["slice", "select", "diagonal", "dropout", "layer norm"],
+)
+def test_what_is_one_op_or_two_there_counts_so(function: Callable[[Tensor], Tensor]) -> None:
+    recorder = Recorder(torch.nn.Module(), [])
+    with recorder:
+        function(torch.empty(4, 6, device="meta", requires_grad=True)).sum().backward()
+    with counted() as counts:
+        function(torch.ones(4, 6, device="npu", requires_grad=True)).sum().backward()
+    made = sum(count for name, count in counts.launches.items() if name == "ones")  # the input itself
+    assert sum(op.launches for op in recorder.found.ops) == sum(counts.launches.values()) - made
