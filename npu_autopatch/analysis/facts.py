@@ -47,6 +47,8 @@ def _norm(seen: Seen) -> Facts:
 
 def _kind(seen: Seen) -> str | None:
     """Of what kind a norm is that is no RMS norm; of an addition alone, that of the norms beside it."""
+    if "aten::native_group_norm" in seen.names:
+        return "group norm"
     ops = [op for op in seen.ops if norms(op)] or [op for found in seen.beside.values() for op in found if norms(op)]
     names = [op.name for op in ops]
     if "aten::native_layer_norm" in names:

@@ -279,3 +279,15 @@ def test_judging_imports_no_torch() -> None:
 def test_a_latent_of_another_width_is_written_all_the_same() -> None:
     written = [ops(judged("cache write", DECODE, {"latent": True, "kv_rank": rank}, 0, 0, "")) for rank in (512, 256)]
     assert written == [["kv_rmsnorm_rope_cache_v2", "scatter_pa_kv_cache"], ["scatter_pa_kv_cache"]]
+
+
+@pytest.mark.parametrize("kind", ["layer norm", "group norm"])
+def test_norms_that_torch_has_a_kernel_for_are_told_apart(kind: str) -> None:
+    judgement = judged("norm", PREFILL, {"kind": kind}, 0, 0, "")
+    assert judgement.state == BY_TORCH_NPU and not judgement.candidates
+    assert kind in judgement.reason and f"aten::native_{kind.replace(' ', '_')}" in judgement.source
+
+
+def test_keys_of_an_indexer_can_be_written_in_place() -> None:
+    judgement = judged("cache write", DECODE, {"read_by": "indexer"}, 0, 0, "")
+    assert (judgement.state, ops(judgement)) == (CANDIDATE, ["scatter_nd_update_"])

@@ -22,10 +22,11 @@ def cache_write(case: Case) -> Judgement:
             "it writes its state in place, which goes with the linear attention."
         )
     if case.word("read_by") == "indexer":
-        return no_op(
-            "Keys of an indexer that grow are concatenated. npu_lightning_indexer comes nearest: it reads keys in "
-            "pages, which goes with the indexer; no op writes them."
+        why = (
+            "Keys of an indexer that grow are concatenated. Written in place into a cache of fixed size, or into "
+            "pages that npu_lightning_indexer reads, they need no copy."
         )
+        return tried(case, why, _rows(case))
     why = (
         "A cache that grows is concatenated, which copies all of it at every token. An attention that reads a cache of "
         "fixed size, or its pages, up to the current length needs no copy."
@@ -72,4 +73,15 @@ def _paged(case: Case) -> Attempt:
         f"Batch {case.told('batch')}, caches of 16 blocks of 128, cache_mode='Norm': both caches against index_copy_ "
         f"at the same slots. {TIMED} Both go into one launch; then attention reads the pages.",
         "No slot twice. Without cache_mode the caches must lie in the layout PA_NZ.",
+    )
+
+
+def _rows(case: Case) -> Attempt:
+    return Attempt(
+        "npu_scatter_nd_update_",
+        f"{_ALLOCATED[0].upper()}{_ALLOCATED[1:]}, as rows [tokens, width]; the place of each new row as int64 [rows, "
+        "1]. What reads the keys then reads the cache up to its length.",
+        f"Batch {case.told('batch')}, a cache of 4096 rows: npu_scatter_nd_update_(cache, places, keys) against "
+        f"index_copy_; then count the bytes of a step against the concatenation's. {TIMED}",
+        "No place twice, and none outside: it does not check. torch's index_copy_ does the same in one launch.",
     )

@@ -14,8 +14,10 @@ def norm(case: Case) -> Judgement:
     if case.word("kind").endswith("written out"):
         why = "A layer norm written out takes a launch for each of its steps; npu_layer_norm_eval is one."
         return tried(case, why, _layer(case))
-    if case.word("kind").startswith("layer"):
-        return by_torch_npu(case, "A layer norm is one kernel of torch's own.", "aten::native_layer_norm of torch_npu")
+    if kind := case.word("kind"):
+        return by_torch_npu(
+            case, f"A {kind} is one kernel of torch's own.", f"aten::native_{kind.replace(' ', '_')} of torch_npu"
+        )
     bare = (_gemma(case),) if _offset(case) else ()
     if case.fused:
         return fused(case, "the kernel rms_norm", *bare)
